@@ -1,0 +1,124 @@
+"""The meeting point with transformers: its attention layers call ours.
+
+``batchjobs_paged`` is registered once with transformers' AttentionInterface and without a mask function, so no mask is
+ever built. Each attention module of a loaded model carries what its calls need in ``paged_attention``; there is no
+global state, and several models can live in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from batchjobs.errors import UsageError
+from workers.engine.attention.interface import AttentionBackend, LayerCache, LayerSpec
+
+IMPLEMENTATION = "batchjobs_paged"
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, Hq, T, D]
+    key: torch.Tensor,  # [1, Hkv, T, D]
+    value: torch.Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:  # [1, T, Hq, Dv]
+    handler: Callable[..., torch.Tensor] = module.paged_attention  # type: ignore[assignment]
+    return handler(query, key, value, scaling, sliding_window, softcap, s_aux), None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
+
+
+class PagedLayer:
+    """One attention layer bound to its pages."""
+
+    def __init__(self, spec: LayerSpec, backend: AttentionBackend, cache: LayerCache) -> None:
+        self.spec, self.backend, self.cache = spec, backend, cache
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        s_aux: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.backend.attend(self.spec, self.cache, query, key, value, s_aux)
+
+
+class _Probe:
+    """Stands in for one module during the probe forward and notes what its attention call brings."""
+
+    def __init__(self, module: torch.nn.Module, found: list[tuple[torch.nn.Module, LayerSpec]]) -> None:
+        self.module, self.found = module, found
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        s_aux: torch.Tensor | None,
+    ) -> torch.Tensor:
+        spec = LayerSpec(
+            index=len(self.found),
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[3],
+            value_dim=value.shape[3],
+            scaling=query.shape[3] ** -0.5 if scaling is None else float(scaling),
+            sliding_window=sliding_window,
+            softcap=softcap,
+            has_sinks=s_aux is not None,
+        )
+        self.found.append((self.module, spec))
+        # Only shapes matter here: the plain result of the first token's row would do as well.
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+
+def probe_layers(model: PreTrainedModel, source: str) -> list[tuple[torch.nn.Module, LayerSpec]]:
+    """Find the attention layers by a forward pass over two tokens, in the order in which they run.
+
+    Raises:
+        UsageError: The model does not take its attention from the AttentionInterface, or keeps another kind of state.
+    """
+    found: list[tuple[torch.nn.Module, LayerSpec]] = []
+    kind = model.config.model_type
+    model.set_attn_implementation(IMPLEMENTATION)
+    if model.config._attn_implementation != IMPLEMENTATION:
+        raise UsageError(f"{source!r} ({kind}) does not take its attention from transformers' AttentionInterface")
+    modules = list(model.modules())
+    for module in modules:
+        module.paged_attention = _Probe(module, found)
+    try:
+        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        positions = torch.arange(2, device=model.device)[None]
+        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    except Exception as error:  # whatever a foreign architecture raises, the user wants one sentence
+        raise UsageError(f"{source!r} ({kind}) cannot run on packed rows: {error}") from error
+    finally:
+        for module in modules:
+            del module.paged_attention
+    expected = model.config.get_text_config(decoder=True).num_hidden_layers
+    distinct = len({id(module) for module, _ in found})
+    if len(found) != expected or distinct != expected:
+        raise UsageError(
+            f"{source!r} ({kind}) has {expected} layers but {len(found)} attention calls in {distinct} modules; "
+            "state-space, hybrid and layer-sharing models cannot run here"
+        )
+    return found

@@ -1,0 +1,197 @@
+"""Loading a model from a folder, a ``.gguf`` file or a hub id, with its tokenizer, limits and its weights' version."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from batchjobs.errors import UsageError
+from workers.engine import gguf
+
+log = logging.getLogger(__name__)
+
+UNSUPPORTED_ROPE = ("dynamic", "longrope")
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model ready for the engine.
+
+    ``version`` names the weights by their content (``sha256:`` and 16 hex digits, over the weight files) or, for a hub
+    model, by its commit. ``max_model_len`` is in tokens, prompt and answer together. ``eos_ids`` end an answer.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    version: str
+    max_model_len: int
+    eos_ids: frozenset[int]
+
+
+def load_model(source: str, *, device: torch.device, dtype: str) -> LoadedModel:
+    """Load ``source`` for evaluation.
+
+    Raises:
+        UsageError: There is no such model, it cannot be loaded, or the engine cannot run its architecture.
+    """
+    with quiet_transformers():
+        try:
+            where = locate(source)
+            config = AutoConfig.from_pretrained(**where)
+            refuse_unsupported(config, source)
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype=_dtype(dtype, device, config))
+            tokenizer = _load_tokenizer(where, source)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UsageError(f"cannot load the model {source!r}: {_first_sentence(error)}") from error
+    model.requires_grad_(False)
+    model.eval().to(device)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=source,
+        version=weights_version(source, config),
+        max_model_len=_context_length(config),
+        eos_ids=_eos_ids(model.generation_config, config, tokenizer),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` takes cuda, then mps, then cpu."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"no such device: {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("torch sees no CUDA device here; use --device cpu, or install a CUDA build of torch")
+    return device
+
+
+def refuse_unsupported(config: Any, source: str) -> None:
+    """Say at once, in one sentence, why an architecture cannot run."""
+    kind = getattr(config, "model_type", "?")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{source!r} is an encoder-decoder model ({kind}); only decoder-only models can run here")
+    text = config.get_text_config(decoder=True)
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    other = layer_types - {"full_attention", "sliding_attention"}
+    if other:
+        raise UsageError(
+            f"{source!r} ({kind}) has layers that keep a state of another kind ({', '.join(sorted(other))})"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {str(rope.get("rope_type"))} | {str(v.get("rope_type")) for v in rope.values() if isinstance(v, dict)}
+    if bad := kinds.intersection(UNSUPPORTED_ROPE):
+        raise UsageError(
+            f"{source!r} ({kind}) uses {', '.join(sorted(bad))} RoPE, whose frequencies depend on the longest prompt "
+            "in a step: a neighbour could change a result, so it is not supported"
+        )
+
+
+def weights_version(source: str, config: Any) -> str:
+    """The same weights have the same name wherever they lie; a hub model carries its commit."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        commit = getattr(config, "_commit_hash", None) or "unknown"
+        return f"{source}@{commit[:12]}"
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".bin"))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def locate(source: str) -> dict[str, str]:
+    """The arguments with which transformers' ``from_pretrained`` finds the model. Raises UsageError."""
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UsageError(f"no such file: {source}; --model takes a folder, a .gguf file or a hub id")
+        if gguf.has_room(path):
+            return {"pretrained_model_name_or_path": str(gguf.converted(path))}
+        log.warning("no room to keep %s converted in the cache: loading it takes long each time", path.name)
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.exists() and not (path / "config.json").is_file():
+        raise UsageError(f"{source} holds no config.json: it is not a model folder")
+    if not path.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+        raise UsageError(f"no such folder: {source}; --model takes a folder, a .gguf file or a hub id")
+    return {"pretrained_model_name_or_path": str(path) if path.exists() else source}
+
+
+def _load_tokenizer(where: dict[str, str], source: str) -> PreTrainedTokenizerBase | None:
+    folder = Path(where["pretrained_model_name_or_path"])
+    tokenizer_files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if "gguf_file" not in where and folder.is_dir() and not any((folder / f).exists() for f in tokenizer_files):
+        log.warning("%s has no tokenizer: only prompts of token ids can run", source)
+        return None
+    return AutoTokenizer.from_pretrained(**where)
+
+
+def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+    if name != "auto":
+        return TORCH_DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None)
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _context_length(config: Any) -> int:
+    text = config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+        if isinstance(length := getattr(text, name, None), int):
+            return length
+    return 2048
+
+
+def _eos_ids(
+    generation: GenerationConfig | None, config: Any, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    own = getattr(generation, "eos_token_id", None)
+    if own is None:
+        own = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
+    if own is None and tokenizer is not None:
+        own = tokenizer.eos_token_id
+    if own is None:
+        return frozenset()
+    return frozenset(own if isinstance(own, list) else [own])
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Loading bars and hints belong to an interactive session, not to a worker's log."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

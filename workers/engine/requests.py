@@ -1,0 +1,78 @@
+"""What goes into the engine and what comes out. Frozen: the live state of a request is its Sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from datetime import datetime
+
+from batchjobs.types import FinishReason, RequestError, SamplingParams, TokenText, TopLogprobs
+
+
+class PromptError(Exception):
+    """A prompt that cannot be run. ``error`` says why; no other request is concerned."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.error = RequestError(code=code, message=message)
+        super().__init__(message)
+
+    @property
+    def code(self) -> str:
+        return self.error.code
+
+    @property
+    def message(self) -> str:
+        return self.error.message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to be continued. ``request_id`` is the caller's own and must not be in the engine already."""
+
+    request_id: Hashable
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """The outcome of one request.
+
+    ``token_ids``, ``tokens``, ``logprobs``, ``token_times`` (and ``top_logprobs``, when asked for) have one entry a
+    generated token, an end-of-sequence token included. ``logprobs`` are natural logarithms of the model's own
+    distribution, before temperature, penalties and filters. ``token_times`` are seconds since ``started_at`` by a
+    monotonic clock. Where a stop string cut the text, the tokens of the match are kept in these lists, not in the text.
+    """
+
+    request_id: Hashable
+    text: str
+    finish_reason: FinishReason
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenText, ...]
+    logprobs: tuple[float, ...]
+    token_times: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] | None
+    prompt_tokens: int
+    cached_tokens: int
+    started_at: datetime
+    first_token_at: datetime | None
+    finished_at: datetime
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Figures of a moment, and counters since the start.
+
+    ``prompt_tokens`` counts prompt tokens computed (again after preemption too), ``generated_tokens`` those sampled.
+    ``ticked_at`` is the monotonic time of the loop's last pass, 0 without a loop.
+    """
+
+    running: int
+    waiting: int
+    kv_usage_ratio: float
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    steps: int
+    ticked_at: float = 0.0

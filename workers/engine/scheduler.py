@@ -1,0 +1,159 @@
+"""Which sequences take part in the next step, with how many tokens.
+
+Strategy: decode rows first, then prefill chunks in the order of admission, inside ``max_batch_tokens``. Waiting
+sequences are admitted first come first served while a slot is free and the pages for their prompt and the expected
+share of their answer are; the share is learned from finished requests. When pages run out in the middle, the sequence
+admitted last gives its pages back and waits at the front: its tokens are computed again later, none is lost.
+
+Invariants:
+- One sequence alone always fits (checked when it is added), and the oldest running one is never preempted: so every
+  step computes something, and nothing waits for ever.
+- The work of a step depends on the running sequences, never on the length of the queue.
+- Every page is held by a running sequence or free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from batchjobs.types import FinishReason
+from workers.engine.pages import PagePool
+from workers.engine.sequence import Sequence
+
+SHARE_MEMORY = 0.95  # weight of the past in the learned share of max_tokens that answers really use
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A sequence's part in one step: its next ``count`` tokens, from ``first`` on."""
+
+    sequence: Sequence
+    first: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is drawn after its last row: its computed tokens have caught up with the known ones."""
+        return self.first + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Holds every live sequence: ``waiting`` in order of arrival, ``running`` in order of admission."""
+
+    def __init__(self, pool: PagePool, *, max_batch_tokens: int, max_requests_per_batch: int) -> None:
+        self.pool = pool
+        self.max_batch_tokens = max_batch_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._by_id: dict[Hashable, Sequence] = {}
+        self._free_slots = list(range(max_requests_per_batch - 1, -1, -1))
+        self.expected_answer_share = 1.0
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._by_id
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_id)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._by_id) - len(self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self._by_id[sequence.request.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Scheduled]:
+        """Plan the next step. Takes the pages that it needs; an empty plan means that there is nothing to do."""
+        self._admit()
+        plan: list[Scheduled] = []
+        left = self.max_batch_tokens
+        for sequence in [*self._decoding(), *self._prefilling()]:
+            count = min(sequence.pending, left)
+            if count == 0 or sequence.slot < 0:  # no room left, or preempted for one before it
+                continue
+            if not self._reserve(sequence, sequence.computed + count, plan):
+                continue
+            plan.append(Scheduled(sequence, sequence.computed, count))
+            left -= count
+        return plan
+
+    def computed(self, plan: list[Scheduled]) -> None:
+        """The step of this plan has written its keys and values."""
+        for part in plan:
+            part.sequence.computed += part.count
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence and free what it held."""
+        del self._by_id[sequence.request.request_id]
+        if sequence.slot >= 0:
+            self._stop_running(sequence)
+        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            share = sequence.generated / sequence.limit
+            self.expected_answer_share = SHARE_MEMORY * self.expected_answer_share + (1 - SHARE_MEMORY) * share
+
+    def cancel(self, request_id: Hashable) -> Sequence | None:
+        """End a sequence between two steps; None when it is not here (any more)."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None:
+            return None
+        sequence.finish_reason = FinishReason.CANCELLED
+        self.finish(sequence)  # a waiting one is passed over when it comes up in the queue
+        return sequence
+
+    def _decoding(self) -> list[Sequence]:
+        return [s for s in self.running if s.pending == 1]
+
+    def _prefilling(self) -> list[Sequence]:
+        return [s for s in self.running if s.pending > 1]
+
+    def _admit(self) -> None:
+        spare = self.pool.free - sum(self._expected_pages(s) for s in self.running)
+        while self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            if sequence.is_finished:  # cancelled while it waited
+                self.waiting.popleft()
+                continue
+            need = self._expected_pages(sequence)
+            if need > spare and self.running:
+                return
+            self.waiting.popleft()
+            sequence.slot = self._free_slots.pop()
+            sequence.start()
+            self.running.append(sequence)
+            spare -= need
+
+    def _expected_pages(self, sequence: Sequence) -> int:
+        """Pages that the sequence will probably take beside those it holds."""
+        answer = max(sequence.generated + 1, int(sequence.limit * self.expected_answer_share))
+        return max(0, self.pool.pages_for(sequence.prompt_len + answer) - len(sequence.pages))
+
+    def _reserve(self, sequence: Sequence, tokens: int, plan: list[Scheduled]) -> bool:
+        """Give the sequence pages for its first ``tokens`` tokens, preempting younger ones; False if it gave way."""
+        need = self.pool.pages_for(tokens) - len(sequence.pages)
+        while need > self.pool.free:
+            youngest = self.running[-1]
+            if youngest is sequence and len(self.running) > 1:
+                self._preempt(sequence)
+                return False
+            self._preempt(youngest)
+            plan[:] = [part for part in plan if part.sequence is not youngest]
+        if need > 0:
+            sequence.pages += self.pool.take(need)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self._stop_running(sequence)
+        sequence.computed = 0
+        self.waiting.appendleft(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self.pool.give_back(sequence.pages)
+        sequence.slot, sequence.pages = -1, []
