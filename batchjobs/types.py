@@ -56,6 +56,8 @@ class BatchStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """Why a text ended: at its own end, at ``max_tokens``, by a cancellation or by an error."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"

@@ -1,0 +1,94 @@
+"""Lines in the form of the OpenAI Batch API: the envelope, and what its bodies may carry beside sampling fields."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchjobs.fields import FieldError, json_type, listed, quoted, unknown_name, wrong_type
+from batchjobs.types import Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENVELOPE = ("custom_id", "method", "url", "body")
+
+_ONE_LINE_EACH = "write one line for each answer"
+
+# Fields of the API that change the answer, with what to do instead.
+UNSUPPORTED: Mapping[str, str] = {
+    "stream": "batch answers are not streamed; remove it",
+    "stream_options": "batch answers are not streamed; remove it",
+    "tools": "tools cannot be called from a batch",
+    "tool_choice": "tools cannot be called from a batch",
+    "parallel_tool_calls": "tools cannot be called from a batch",
+    "functions": "tools cannot be called from a batch",
+    "function_call": "tools cannot be called from a batch",
+    "web_search_options": "tools cannot be called from a batch",
+    "n": f"only n = 1 for now; {_ONE_LINE_EACH}",
+    "best_of": f"only best_of = 1; {_ONE_LINE_EACH}",
+    "echo": "the prompt is not repeated in the answer",
+    "suffix": "text cannot be filled in between",
+    "response_format": 'only {"type": "text"} for now',
+    "audio": "text only",
+    "modalities": 'only ["text"]',
+    "prediction": "predicted output is not used",
+    "store": "only store = false; every answer is kept in the batch's own database",
+    "reasoning_effort": "put it into chat_template_kwargs when the model's template knows it",
+    "verbosity": "there is no such setting",
+    "chat_template": "a line cannot bring its own template",
+    "input": "use messages for a chat, or prompt for a completion",
+    "instructions": "use a system message",
+    "max_output_tokens": "use max_tokens",
+}
+
+# The same fields with a value that asks for nothing.
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "store": (False,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+_IGNORED = {"user": str, "service_tier": str}
+"""Labels for the API's own books; they change no answer."""
+
+OTHER_NAMES = frozenset({"model", "metadata", "chat_template_kwargs", *_IGNORED, *_HARMLESS})
+
+
+def open_envelope(line: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
+    """The endpoint and the body of an OpenAI Batch line. Raises FieldError with every missing part at once."""
+    missing = [name for name in ("method", "url", "body") if name not in line]
+    if missing:
+        found = listed(line)
+        raise FieldError(f"missing {', '.join(missing)} (the line has: {found})", missing[0])
+    if line["method"] != "POST":
+        raise FieldError(f"method must be POST, not {_shown(line['method'])}", "method")
+    try:
+        endpoint = Endpoint(line["url"])
+    except ValueError:
+        accepted = " or ".join(Endpoint)
+        raise FieldError(f"url must be {accepted}, not {_shown(line['url'])}", "url") from None
+    if type(line["body"]) is not dict:
+        raise wrong_type("body", "an object", line["body"])
+    if line.get("custom_id") is None:
+        raise FieldError("missing custom_id", "custom_id")
+    for name in line:
+        if name not in ENVELOPE:
+            raise unknown_name(name, ENVELOPE)
+    return endpoint, line["body"]
+
+
+def refused(name: str, value: Any) -> str | None:
+    """Why a field of the API that is no sampling field cannot be used; None when it asks for nothing."""
+    if name in _IGNORED:
+        return None if type(value) is _IGNORED[name] else f"must be a string, not {json_type(value)}"
+    # Compared by type too: 1 is not true.
+    if any(type(value) is type(fine) and value == fine for fine in _HARMLESS.get(name, ())):
+        return None
+    return f"is not supported: {UNSUPPORTED[name]}"
+
+
+def _shown(value: Any) -> str:
+    return quoted(value) if type(value) is str else json_type(value)

@@ -1,0 +1,143 @@
+"""JSON that means one thing only.
+
+orjson reads the line; it refuses NaN, Infinity, numbers beyond a double, lone surrogates and broken UTF-8 by itself.
+What it lets through is found by counting, which costs next to nothing: duplicate keys and NUL characters. Only
+lines that look suspicious take the slow way, through a reader that knows the name of the offending field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import orjson
+
+from batchjobs.fields import FieldError, quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CODE = "invalid_json"
+_TOO_DEEP = "not valid JSON: nested too deeply"
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"[ \t\r]*(:?)', re.DOTALL)
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+def loads(raw: bytes) -> Any:
+    """The value of one line. Raises FieldError with the reason, and the field where one is to blame."""
+    try:
+        value = orjson.loads(raw)
+        suspicious = b"\\u0000" in raw or _repeats_keys(raw, value) or _may_round_integers(raw)
+    except orjson.JSONDecodeError as error:
+        _explain(raw, str(error))
+    except RecursionError:
+        raise FieldError(_TOO_DEEP, None, _CODE) from None
+    if suspicious:
+        _inspect(_read_slowly(raw))
+    return value
+
+
+def _may_round_integers(raw: bytes) -> bool:
+    """orjson rounds integers beyond 64 bits. Sampling fields have ranges; only metadata may hold any number."""
+    return b'"metadata"' in raw and _LONG_NUMBER.search(raw) is not None
+
+
+def _repeats_keys(raw: bytes, value: Any) -> bool:
+    """Whether an object in this valid JSON names a key twice: then more keys are written than were kept.
+
+    The colon of every key follows a quote. So the cheap counts may be too high, by colons inside texts, but never too
+    low: when they equal the number of keys kept, none was lost. Else whole strings are told apart.
+    """
+    kept = _count_keys(value)
+    if raw.count(b":") == kept or sum(part.lstrip()[:1] == b":" for part in raw.split(b'"')) == kept:
+        return False
+    return sum(map(bool, _STRINGS.findall(raw))) != kept
+
+
+def _count_keys(value: Any) -> int:
+    if type(value) is dict:
+        return len(value) + sum(_count_keys(v) for v in value.values() if type(v) is dict or type(v) is list)
+    if type(value) is list and value and type(value[0]) is not int:
+        return sum(_count_keys(v) for v in value if type(v) is dict or type(v) is list)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Stands in for a value that must not be used, until the walk finds out where it is."""
+
+    reason: str
+
+
+def _read_slowly(raw: bytes) -> Any:
+    return json.loads(
+        raw.decode(),
+        object_pairs_hook=_object,
+        parse_constant=lambda word: _Refused(f"is {word}, which is no JSON number"),
+        parse_int=_integer,
+        parse_float=_number,
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        result[name] = _Refused("is given more than once") if name in result else value
+    return result
+
+
+def _integer(digits: str) -> int | _Refused:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+        return _Refused(f"has {len(digits.lstrip('-'))} digits, more than 64 bits hold")
+    return int(digits)
+
+
+def _number(text: str) -> float | _Refused:
+    value = float(text)
+    return value if math.isfinite(value) else _Refused("is too large for a number")
+
+
+def _explain(raw: bytes, complaint: str) -> NoReturn:
+    """Raises what ``orjson`` found, with the field where that can be told."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        raise FieldError(f"invalid UTF-8 at byte {error.start + 1}", None, "invalid_utf8") from None
+    try:
+        _inspect(_read_slowly(raw))
+    except RecursionError:
+        raise FieldError(_TOO_DEEP, None, _CODE) from None
+    except json.JSONDecodeError as error:
+        reason = error.msg[:1].lower() + error.msg[1:]
+        raise FieldError(f"not valid JSON: {reason} at column {error.colno}", None, _CODE) from None
+    raise FieldError(f"not valid JSON: {complaint.partition(':')[0]}", None, _CODE)
+
+
+def _inspect(value: Any) -> None:
+    for path, found in _walk(value, ""):
+        name = path or "the value"
+        if isinstance(found, _Refused):
+            raise FieldError(f"{name} {found.reason}", path or None, _CODE)
+        match = _UNSTORABLE.search(found)
+        if match is not None:
+            what = "a NUL character" if match.group() == "\0" else "half of a surrogate pair"
+            raise FieldError(f"{name} holds {what} (\\u{ord(match.group()):04x})", path or None, _CODE)
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, str | _Refused]]:
+    """Every string, key and refused value with its dotted path."""
+    if isinstance(value, str | _Refused):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            shown = name if name.isprintable() else quoted(name)
+            below = f"{path}.{shown[:80]}" if path else shown[:80]
+            yield below, name
+            yield from _walk(inner, below)
+    elif isinstance(value, list):
+        for position, inner in enumerate(value):
+            yield from _walk(inner, f"{path}[{position}]")

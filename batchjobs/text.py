@@ -1,0 +1,53 @@
+"""Text from outside on its way to a person: control characters are shown, passwords are not."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+# C0, DEL and C1 drive a terminal; the line separators and the direction marks rearrange what is read; lone
+# surrogates cannot be encoded at all.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_UNSAFE_BUT_NEWLINES = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+_SECRET_PARAMETER = re.compile(r"([?&](?:password|passwd|pwd|passfile|sslpassword)=)[^&#]*", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(://[^:@/?#]*):.*@")
+_SHORT_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def visible(text: str, *, keep_newlines: bool = False) -> str:
+    """``text`` with every control character written as an escape (``\\x1b``), so that no terminal obeys it."""
+    pattern = _UNSAFE_BUT_NEWLINES if keep_newlines else _UNSAFE
+    return pattern.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    character = match.group()
+    code = ord(character)
+    return _SHORT_ESCAPES.get(character) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text`` on one line of at most ``limit`` characters, control characters shown."""
+    safe = visible(text[: limit + 1])
+    return safe if len(safe) <= limit else safe[: max(limit - 3, 0)] + "..."
+
+
+def hide_password(url: str) -> str:
+    """The URL with ``***`` for its password, in front of the host or among the query's parameters."""
+    url = _SECRET_PARAMETER.sub(r"\1***", url)
+    try:
+        location = urlsplit(url).netloc
+    except ValueError:  # cannot be taken apart
+        return _CREDENTIALS.sub(r"\1:***@", url)
+    before, at, host = location.rpartition("@")
+    if not at and "@" in url:  # a password with a slash that nobody encoded
+        return _CREDENTIALS.sub(r"\1:***@", url)
+    user, colon, _ = before.partition(":")
+    return url.replace(location, f"{user}:***@{host}", 1) if colon else url
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 request``, ``2 requests``; thousands separated."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,476 @@
+# ruff: noqa: E501 - the tables of cases have one case a line
+"""Lines -> requests: what is understood, and how each refusal names its line and field."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchjobs.errors import UsageError
+from batchjobs.jsonl import MAX_LINE_BYTES, InvalidLineError, parse_line, read_lines
+from batchjobs.sampling_fields import Defaults
+from batchjobs.types import Endpoint, Request
+
+
+def lines_of(content: bytes) -> list[tuple[int, bytes]]:
+    return list(read_lines(io.BytesIO(content)))
+
+
+def parse(line: bytes | str | dict[str, Any], index: int = 0, **defaults: Any) -> Request:
+    raw = json.dumps(line).encode() if isinstance(line, dict) else line.encode() if isinstance(line, str) else line
+    return parse_line(raw, 7, index, Defaults(defaults))
+
+
+def refusal(line: bytes | str | dict[str, Any]) -> tuple[str | None, str]:
+    with pytest.raises(InvalidLineError) as caught:
+        parse(line)
+    assert caught.value.error.line == 7
+    return caught.value.error.field, caught.value.error.message
+
+
+def openai(body: Any, url: str = "/v1/chat/completions", **envelope: Any) -> dict[str, Any]:
+    return {"custom_id": "x", "method": "POST", "url": url, "body": body, **envelope}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return openai({"messages": [{"role": "user", "content": "Hi"}], **fields})
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return openai({"prompt": "Hi", **fields}, "/v1/completions")
+
+
+# ------------------------------------------------------------------------------------------------ bytes -> lines
+
+
+def test_byte_order_mark_is_dropped() -> None:
+    """A-in-01."""
+    assert lines_of(b'\xef\xbb\xbf{"prompt":"a"}\n{"prompt":"b"}\n') == [(1, b'{"prompt":"a"}'), (2, b'{"prompt":"b"}')]
+
+
+def test_lines_end_at_line_feeds_only() -> None:
+    """A-in-02: U+2028, U+2029 and U+0085 are text."""
+    ((_, raw),) = lines_of('{"prompt":"a\u2028b\u0085c\u2029d"}\n'.encode())
+    assert parse(raw).body["prompt"] == "a\u2028b\u0085c\u2029d"
+
+
+def test_blank_lines_are_skipped_and_counted() -> None:
+    """A-in-06."""
+    assert lines_of(b'{"a":1}\n\n   \n{"b":1}\n\n\n') == [(1, b'{"a":1}'), (4, b'{"b":1}')]
+
+
+def test_carriage_returns_before_line_feeds_go() -> None:
+    """A-in-07."""
+    assert lines_of(b'{"a":1}\r\n{"b":1}\r\n{"c":1}') == [(1, b'{"a":1}'), (2, b'{"b":1}'), (3, b'{"c":1}')]
+
+
+def test_empty_input_has_no_lines() -> None:
+    assert lines_of(b"") == []
+
+
+def test_gzip_is_unpacked_whatever_the_name(tmp_path: Path) -> None:
+    """A-in-18."""
+    path = tmp_path / "z.jsonl"
+    path.write_bytes(gzip.compress(b'{"prompt":"a"}\n{"prompt":"b"}\n'))
+    assert list(read_lines(path)) == [(1, b'{"prompt":"a"}'), (2, b'{"prompt":"b"}')]
+
+
+def test_gzip_in_gzip_and_damaged_gzip_are_told() -> None:
+    """A-in-18."""
+    packed = gzip.compress(b'{"prompt":"a"}\n' * 1000)
+    with pytest.raises(UsageError, match="gzip-compressed twice"):
+        lines_of(gzip.compress(packed))
+    with pytest.raises(UsageError, match="damaged"):
+        lines_of(packed[:-20])
+
+
+def test_an_overlong_line_is_refused_and_its_neighbours_are_read() -> None:
+    """A-in-21: the line limit is a line error."""
+    long = b'{"prompt":"' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}'
+    found = lines_of(b'{"prompt":"a"}\n' + long + b'\n{"prompt":"b"}\n')
+    assert [number for number, _ in found] == [1, 2, 3]
+    assert len(found[1][1]) <= MAX_LINE_BYTES + 2
+    assert refusal(found[1][1]) == (None, "longer than 8 MiB")
+    assert found[2][1] == b'{"prompt":"b"}'
+
+
+def test_a_line_of_exactly_the_limit_is_read() -> None:
+    frame = len(b'{"prompt":""}')
+    ((_, raw),) = lines_of(b'{"prompt":"' + b"x" * (MAX_LINE_BYTES - frame) + b'"}\r\n')
+    assert len(raw) == MAX_LINE_BYTES
+    assert len(parse(raw).body["prompt"]) == MAX_LINE_BYTES - frame
+
+
+def test_missing_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*none.jsonl: No such file"):
+        list(read_lines(tmp_path / "none.jsonl"))
+
+
+# --------------------------------------------------------------------------------------------------- strict JSON
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "message"),
+    [
+        (b'{"prompt":"\xe6\x87"}', None, "invalid UTF-8 at byte 12"),  # A-in-03
+        (b"[1,2,3]", None, "each line must be a JSON object, not a list"),  # A-in-04
+        (b'"hello"', None, "each line must be a JSON object, not a string"),
+        (b"null", None, "each line must be a JSON object, not null"),
+        (b'{"prompt":"a","temperature":NaN}', "temperature", "temperature is NaN, which is no JSON number"),  # A-in-20
+        (b'{"prompt":"a","top_p":1e999}', "top_p", "top_p is too large for a number"),
+        (b'{"prompt":"a","metadata":{"s":-Infinity}}', "metadata.s", "metadata.s is -Infinity, which is no JSON number"),
+        (b'{"prompt":"a","prompt":"b"}', "prompt", "prompt is given more than once"),
+        (b'{"prompt":"a","metadata":{"k": 1,"k" :2}}', "metadata.k", "metadata.k is given more than once"),
+        (b'{"prompt":"a: \\"b\\": c","max_tokens":1,"max_tokens" : 2}', "max_tokens", "max_tokens is given more than once"),
+        (b'{"prompt":"bad \\udbc0 char"}', "prompt", "prompt holds half of a surrogate pair (\\udbc0)"),  # A-tok-08
+        (b'{"prompt":"a\\u0000b"}', "prompt", "prompt holds a NUL character (\\u0000)"),  # A-sql-01
+        (b'{"prompt":"a","metadata":{"k\\u0000":1}}', 'metadata."k\\x00"', None),
+        (b'{"prompt": "a", }', None, "not valid JSON: expecting property name enclosed in double quotes at column 17"),
+        (b'{"prompt":"a"} x', None, "not valid JSON: extra data at column 16"),
+        (b'{"prompt":"a', None, "not valid JSON: unterminated string starting at at column 11"),
+        (b'{"prompt":"a","metadata":' + b'{"a":' * 900 + b"1" + b"}" * 901, None, "not valid JSON: nested too deeply"),
+        (b'{"prompt":"a","metadata":' + b'{"a":' * 300 + b"1" + b"}" * 301, "metadata", "metadata is nested too deeply"),
+        (b'{"prompt":"a","metadata":{"n":123456789012345678901}}', "metadata.n", None),
+    ],
+)  # fmt: skip
+def test_loose_json_is_refused(raw: bytes, field: str | None, message: str | None) -> None:
+    found_field, found = refusal(raw)
+    assert found_field == field
+    assert message is None or found == message
+
+
+def test_a_number_of_5000_digits_is_refused_briefly() -> None:
+    """A-in-05."""
+    field, message = refusal('{"prompt":"a","max_tokens":' + "9" * 5000 + "}")
+    assert (field, message) == ("max_tokens", "max_tokens has 5000 digits, more than 64 bits hold")
+
+
+def test_surrogate_pairs_and_colons_in_texts_are_fine() -> None:
+    assert parse(b'{"prompt":"good \\ud83d\\ude00"}').body["prompt"] == "good \U0001f600"
+    assert parse(b'{"prompt": ":a \\"b\\": \\\\u0000", "temperature" : 0}').body["prompt"] == ':a "b": \\u0000'
+
+
+@given(st.dictionaries(st.text(max_size=5), st.recursive(st.text(max_size=5), lambda v: st.lists(v) | st.dictionaries(
+    st.text(max_size=3), v, max_size=3), max_leaves=5), max_size=4), st.booleans())  # fmt: skip
+def test_no_good_object_is_taken_for_one_with_repeated_keys(value: dict[str, Any], spaced: bool) -> None:
+    from batchjobs import strict_json
+
+    separators = (" , ", "\t: ") if spaced else (",", ":")
+    try:
+        raw = json.dumps(value, ensure_ascii=False, separators=separators).encode()
+    except UnicodeEncodeError:
+        return
+    if b"\\u0000" not in raw:
+        assert strict_json.loads(raw) == value
+    first, *_ = [*value, "k"]
+    repeated = json.dumps({first: 1})[:-1] + "," + json.dumps({first: value})[1:]
+    if b"\\ud" not in repeated.encode() and "\\u0000" not in repeated:
+        with pytest.raises(ValueError, match="given more than once"):
+            strict_json.loads(repeated.encode())
+
+
+# --------------------------------------------------------------------------------------------------- plain lines
+
+
+def test_a_plain_prompt_gets_id_limit_and_seed() -> None:
+    request = parse({"prompt": "a"}, index=3)
+    assert (request.index, request.custom_id, request.endpoint) == (3, "request-3", Endpoint.COMPLETIONS)
+    assert request.body.keys() == {"prompt", "max_tokens", "seed"}
+    assert request.body["max_tokens"] == 256
+    assert 0 <= request.body["seed"] < 2**53
+
+
+def test_a_greedy_line_gets_no_seed_and_a_given_seed_stays() -> None:
+    assert parse({"prompt": "a", "temperature": 0}).body == {"prompt": "a", "max_tokens": 256, "temperature": 0}
+    assert parse({"prompt": "a", "seed": 42}).body["seed"] == 42
+    assert parse({"prompt": "a"}).body["seed"] != parse({"prompt": "a"}).body["seed"]
+
+
+def test_plain_messages_become_a_chat() -> None:
+    request = parse({"custom_id": "q1", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0})
+    assert request.endpoint is Endpoint.CHAT
+    assert request.custom_id == "q1"
+    assert request.body["messages"] == [{"role": "user", "content": "Hi"}]
+
+
+def test_token_ids_are_a_prompt() -> None:
+    assert parse({"prompt": [1, 2, 3], "temperature": 0}).body["prompt"] == [1, 2, 3]
+
+
+def test_sampling_fields_are_stored_where_they_differ_from_the_defaults() -> None:
+    fields = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop": "END", "logit_bias": {"5": -1.5}, "seed": 1}
+    assert parse({"prompt": "a", **fields}).body == {
+        "prompt": "a",
+        "max_tokens": 256,
+        "temperature": 0.5,
+        "stop": ["END"],
+        "logit_bias": {"5": -1.5},
+        "seed": 1,
+    }
+
+
+def test_null_counts_as_absent() -> None:
+    line = {"custom_id": None, "prompt": "a", "temperature": 0, "stop": None, "n": None, "model": None, "tools": None}
+    assert parse(line).body == {"prompt": "a", "max_tokens": 256, "temperature": 0}
+
+
+def test_labels_are_kept() -> None:
+    body = parse({"prompt": "a", "temperature": 0, "model": "m", "metadata": {"k": [1, "v"]}}).body
+    assert body["model"] == "m"
+    assert body["metadata"] == {"k": [1, "v"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "message"),
+    [
+        ({}, None, "neither prompt or messages nor custom_id, method, url and body found (the line is empty)"),
+        ({"input": "hi"}, None, "neither prompt or messages nor custom_id, method, url and body found (the line has: input)"),
+        ({"custom_id": "1", "params": {}}, None, "missing method, url, body; or prompt or messages, for a plain line (the line has: params)"),
+        ({"prompt": "a", "messages": []}, "messages", "prompt and messages exclude each other; give one of them"),
+        ({"prompt": ""}, "prompt", "prompt must not be empty"),
+        ({"prompt": []}, "prompt", "prompt must not be empty"),
+        ({"prompt": None}, "prompt", "prompt must be a string or a list of token ids, not null"),
+        ({"prompt": ["a", "b"]}, "prompt", "prompt must be one prompt; write one line for each"),
+        ({"prompt": [1, -2]}, "prompt", "prompt: -2 is not a token id"),
+        ({"prompt": [1, True]}, "prompt", "prompt must be a token id, not a boolean"),
+        ({"prompt": "a", "custom_id": 1}, "custom_id", "custom_id must be a string, not an integer"),
+        ({"prompt": "a", "custom_id": ""}, "custom_id", "custom_id must not be empty"),
+        ({"prompt": "a", "custom_id": "x" * 513}, "custom_id", "custom_id is longer than 512 characters"),
+        ({"prompt": "a", "temprature": 1}, "temprature", 'unknown field "temprature"; did you mean temperature?'),
+        ({"prompt": "a", "temperature": "0.5"}, "temperature", "temperature must be a number, not a string"),
+        ({"prompt": "a", "temperature": True}, "temperature", "temperature must be a number, not a boolean"),
+        ({"prompt": "a", "temperature": 2.5}, "temperature", "temperature must be from 0 to 2, not 2.5"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "temperature must be from 0 to 2, not -1"),
+        ({"prompt": "a", "top_p": 0}, "top_p", "top_p must be over 0 and at most 1, not 0"),
+        ({"prompt": "a", "max_tokens": 10.0}, "max_tokens", "max_tokens must be an integer, not a number"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens must be 1 or more, not 0"),
+        ({"prompt": "a", "min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens must be from 0 to max_tokens, not 9"),
+        ({"prompt": "a", "seed": 2**63}, "seed", f"seed must be a 64-bit integer, not {2**63}"),
+        ({"prompt": "a", "presence_penalty": 3}, "presence_penalty", "presence_penalty must be from -2 to 2, not 3"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be over 0, not 0"),
+        ({"prompt": "a", "stop": ""}, "stop", "stop must not be empty: an empty string matches everywhere"),
+        ({"prompt": "a", "stop": ["", "END"]}, "stop", "stop must not be empty: an empty string matches everywhere"),
+        ({"prompt": "a", "stop": [1]}, "stop", "stop must be a string or a list of strings, not an integer"),
+        ({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias", 'logit_bias: "-1" is not a token id'),
+        ({"prompt": "a", "logit_bias": {"abc": 5}}, "logit_bias", 'logit_bias: "abc" is not a token id'),
+        ({"prompt": "a", "logit_bias": {"5": 500}}, "logit_bias", "logit_bias maps token ids to numbers from -100 to 100"),
+        ({"prompt": "a", "n": 4}, "n", "n is not supported: only n = 1 for now; write one line for each answer"),
+        ({"prompt": "a", "metadata": "x"}, "metadata", "metadata must be an object, not a string"),
+        ({"prompt": "a", "model": ""}, "model", "model must not be empty"),
+        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs", "chat_template_kwargs is only for chats"),
+        ({"messages": []}, "messages", "messages must not be empty"),
+        ({"prompt": "a", "chat_template": "{{ 7*7 }}"}, "chat_template", "chat_template is not supported: a line cannot bring its own template"),
+    ],
+)  # fmt: skip
+def test_plain_lines_are_refused_by_field(line: dict[str, Any], field: str | None, message: str) -> None:
+    """A-in-10, A-in-13, A-in-15, A-sp-01, A-sp-07, A-sp-08, A-sp-11, A-ctx-04, A-sec-03 and their like."""
+    assert refusal(line) == (field, message)
+
+
+def test_unknown_fields_name_the_accepted_ones() -> None:
+    field, message = refusal({"prompt": "a", "foo": 1})
+    assert field == "foo"
+    assert message.startswith('unknown field "foo"; accepted: chat_template_kwargs, frequency_penalty,')
+
+
+def test_top_k_takes_every_way_to_say_off_and_more_than_any_vocabulary() -> None:
+    """A-sp-11."""
+    assert "top_k" not in parse({"prompt": "a", "top_k": 0}).body
+    assert parse({"prompt": "a", "top_k": -1}).body["top_k"] == -1
+    assert parse({"prompt": "a", "top_k": 10_000_000}).body["top_k"] == 10_000_000
+
+
+@pytest.mark.parametrize(
+    "custom_id", ["prod:T1055.011 Extra Window/1", "問い-1 ✓", "x" * 300, "-rf", "1", "../../etc/x"]
+)
+def test_any_text_is_a_custom_id(custom_id: str) -> None:
+    """A-q-01, A-cli-04, A-sec-07: ids come back unchanged and name no file."""
+    assert parse({"prompt": "a", "custom_id": custom_id}).custom_id == custom_id
+
+
+# -------------------------------------------------------------------------------------------------- OpenAI lines
+
+
+def test_an_openai_chat_line() -> None:
+    line = openai(
+        {
+            "model": "m",
+            "messages": [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "Hi", "name": "Al"}],
+            "max_completion_tokens": 9,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "user": "u",
+            "stream": False,
+            "n": 1,
+            "store": False,
+            "service_tier": "auto",
+            "metadata": {"a": "b"},
+            "response_format": {"type": "text"},
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+    )
+    request = parse(line)
+    assert (request.custom_id, request.endpoint) == ("x", Endpoint.CHAT)
+    assert request.body == {
+        "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi", "name": "Al"}],
+        "max_tokens": 9,
+        "temperature": 0,
+        "top_logprobs": 3,
+        "logprobs": True,
+        "model": "m",
+        "metadata": {"a": "b"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert request.sampling.top_logprobs == 3
+
+
+def test_text_parts_are_joined() -> None:
+    """A-in-17."""
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
+    assert (
+        parse(openai({"messages": [{"role": "user", "content": parts}]})).body["messages"][0]["content"]
+        == "Hello world"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "message"),
+    [
+        (openai("oops"), "body", "body must be an object, not a string"),
+        (openai({}, method="GET"), "method", 'method must be POST, not "GET"'),
+        (openai({}, "/v4/chat/completions"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v4/chat/completions"'),
+        (openai({}, "/v1/chat/completions/"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v1/chat/completions/"'),
+        (openai({"input": "x"}, "/v1/responses"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v1/responses"'),
+        ({"custom_id": "2", "method": "POST", "url": "/v1/completions"}, "body", "missing body (the line has: custom_id, method, url)"),
+        ({"body": {}}, "method", "missing method, url (the line has: body)"),
+        (openai({}, custom_id=None), "custom_id", "missing custom_id"),
+        (openai({}, custom_id=1), "custom_id", "custom_id must be a string, not an integer"),
+        (openai({}, extra=1), "extra", 'unknown field "extra"; accepted: body, custom_id, method, url'),
+        (openai({}), "body.messages", "messages must be a list, not null"),
+        (openai({"messages": []}), "body.messages", "messages must not be empty"),
+        (openai({"messages": [3]}), "body.messages[0]", "messages[0] must be an object with role and content, not an integer"),
+        (openai({"messages": [{"role": "tool", "content": "x"}]}), "body.messages[0].role", 'messages[0].role: "tool" is not supported; accepted: system, developer, user, assistant'),
+        (openai({"messages": [{"role": "user"}]}), "body.messages[0].content", "messages[0].content must be a string or a list of text parts, not null"),
+        (openai({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}), "body.messages[0].content[0].type", 'messages[0].content[0]: content parts of type "image_url" are not supported, only text'),
+        (openai({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}), "body.messages[0].tool_calls", "messages[0].tool_calls is not supported"),
+        (chat(prompt="a"), "body.prompt", "prompt is not a field of /v1/chat/completions"),
+        (completion(messages=[]), "body.messages", "messages is not a field of /v1/completions"),
+        (completion(max_completion_tokens=5), "body.max_completion_tokens", "max_completion_tokens is not a field of /v1/completions; use max_tokens"),
+        (chat(max_tokens=5, max_completion_tokens=6), "body.max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them"),
+        (chat(top_logprobs=3), "body.top_logprobs", "top_logprobs needs logprobs to be true"),
+        (chat(logprobs=False, top_logprobs=3), "body.top_logprobs", "top_logprobs needs logprobs to be true"),
+        (chat(logprobs=True, top_logprobs=21), "body.top_logprobs", "top_logprobs must be from 0 to 20, not 21"),
+        (chat(logprobs=3), "body.logprobs", "logprobs must be true or false, not an integer"),
+        (completion(logprobs=True), "body.logprobs", "logprobs must be a number from 0 to 20, not a boolean"),
+        (completion(logprobs=21), "body.logprobs", "logprobs must be from 0 to 20, not 21"),
+        (completion(top_logprobs=2), "body.top_logprobs", "top_logprobs is not a field of /v1/completions; logprobs takes the number"),
+        (completion(echo=True), "body.echo", "echo is not supported: the prompt is not repeated in the answer"),
+        (chat(n=True), "body.n", "n is not supported: only n = 1 for now; write one line for each answer"),
+        (chat(response_format={"type": "json_object"}), "body.response_format", 'response_format is not supported: only {"type": "text"} for now'),
+        (chat(user=5), "body.user", "user must be a string, not an integer"),
+        (chat(chat_template_kwargs={"chat_template": "x"}), "body.chat_template_kwargs.chat_template", None),
+        (chat(chat_template_kwargs={"tokenize": False}), "body.chat_template_kwargs.tokenize", None),
+        (chat(chat_template_kwargs={"enable_thinking": [1]}), "body.chat_template_kwargs.enable_thinking", None),
+    ],
+)  # fmt: skip
+def test_openai_lines_are_refused_by_field(line: dict[str, Any], field: str, message: str | None) -> None:
+    """A-in-04, A-in-12 to A-in-14, A-in-17, A-sp-06, A-sp-09, A-sp-10, A-sp-15, A-sec-03 and their like."""
+    found_field, found = refusal(line)
+    assert found_field == field
+    assert message is None or found == message
+
+
+def test_every_unsupported_field_of_a_line_is_named() -> None:
+    """A-in-11."""
+    field, message = refusal(chat(stream=True, tools=[{"type": "function"}]))
+    assert field == "body.stream"
+    assert message == (
+        "stream is not supported: batch answers are not streamed; remove it; "
+        "tools is not supported: tools cannot be called from a batch"
+    )
+
+
+def test_refusals_carry_the_custom_id() -> None:
+    with pytest.raises(InvalidLineError) as caught:
+        parse(chat(stream=True))
+    assert caught.value.error.custom_id == "x"
+
+
+def test_logprobs_zero_is_not_absent() -> None:
+    """A-sp-05."""
+    assert parse(completion(logprobs=0)).body["logprobs"] == 0
+    assert "logprobs" not in parse(completion()).body
+    assert parse(completion(logprobs=5)).sampling.top_logprobs == 5
+
+
+def test_plain_lines_take_logprobs_either_way() -> None:
+    assert parse({"prompt": "a", "logprobs": 5}).sampling.top_logprobs == 5
+    assert parse({"prompt": "a", "logprobs": True, "top_logprobs": 2}).sampling.top_logprobs == 2
+    assert parse({"prompt": "a", "top_logprobs": 2}).body["logprobs"] is True
+    assert refusal({"prompt": "a", "logprobs": 5, "top_logprobs": 2})[0] == "top_logprobs"
+
+
+# ------------------------------------------------------------------------------------------------------ defaults
+
+
+def test_defaults_fill_only_what_is_absent() -> None:
+    defaults = {"max_tokens": 9, "temperature": 0, "stop": ["X"]}
+    assert parse({"prompt": "a"}, **defaults).body == {"prompt": "a", "max_tokens": 9, "temperature": 0, "stop": ["X"]}
+    own = parse({"prompt": "a", "max_tokens": 5, "temperature": 1, "seed": 3}, **defaults).body
+    assert own == {"prompt": "a", "max_tokens": 5, "stop": ["X"], "seed": 3}
+
+
+def test_a_limit_by_its_other_name_beats_the_default() -> None:
+    assert parse(chat(max_completion_tokens=5, temperature=0), max_tokens=9).body["max_tokens"] == 5
+    assert parse(chat(max_tokens=5, temperature=0), max_completion_tokens=9).body["max_tokens"] == 5
+
+
+def test_a_default_seed_is_taken() -> None:
+    assert parse({"prompt": "a"}, seed=5).body["seed"] == 5
+    assert parse({"prompt": "a", "seed": 6}, seed=5).body["seed"] == 6
+
+
+def test_defaults_that_clash_with_a_line_are_that_lines_error() -> None:
+    with pytest.raises(InvalidLineError, match="min_tokens must be from 0 to max_tokens, not 50"):
+        parse({"prompt": "a", "max_tokens": 5}, min_tokens=50)
+
+
+def test_default_logprobs_fit_every_kind_of_line() -> None:
+    assert parse(completion(), top_logprobs=3).sampling.top_logprobs == 3
+    assert parse(chat(), top_logprobs=3).body["logprobs"] is True
+    assert parse(completion(logprobs=1), top_logprobs=3).sampling.top_logprobs == 1
+
+
+def test_impossible_defaults_are_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="temperature must be from 0 to 2, not 3"):
+        Defaults({"temperature": 3})
+    with pytest.raises(UsageError, match='unknown sampling field "max_token"; did you mean max_tokens'):
+        Defaults({"max_token": 3})
+
+
+def test_system_goes_in_front_of_chats_without_one() -> None:
+    defaults = Defaults(system="Be kind")
+
+    def messages(line: dict[str, Any]) -> list[dict[str, str]]:
+        found: list[dict[str, str]] = parse_line(json.dumps(line).encode(), 1, 0, defaults).body["messages"]
+        return found
+
+    user, own = {"role": "user", "content": "Hi"}, {"role": "developer", "content": "Be rude"}
+    assert messages({"messages": [user]}) == [{"role": "system", "content": "Be kind"}, user]
+    assert messages({"messages": [own, user]}) == [{"role": "system", "content": "Be rude"}, user]
+    assert "messages" not in parse_line(b'{"prompt":"a"}', 1, 0, defaults).body
+
+
+def test_remembered_sampling_keeps_types_apart() -> None:
+    defaults = Defaults()
+    assert parse_line(b'{"prompt":"a","top_k":1}', 1, 0, defaults).body["top_k"] == 1
+    with pytest.raises(InvalidLineError, match="top_k must be an integer, not a boolean"):
+        parse_line(b'{"prompt":"a","top_k":true}', 1, 0, defaults)
