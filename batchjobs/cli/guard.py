@@ -1,0 +1,98 @@
+"""Around every command: each way to end has its exit code, and no error leaves as a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from batchjobs.cli.console import complain, print_line_errors, say
+from batchjobs.errors import BatchjobsError, InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+BROKEN_PIPE = 141
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class OutputClosed(Exception):
+    """Whoever read our output has read enough."""
+
+
+def guarded(command: Callable[[], Any], *, debug: bool = False) -> int:
+    """Runs ``command`` and returns the exit code: what it returns if that is a number, else 0, or that of its error."""
+    debug = debug or bool(os.environ.get("BATCHJOBS_DEBUG"))
+    _escape_what_cannot_be_encoded()
+    try:
+        with _termination_as_exit():
+            code = command()
+            sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except (BrokenPipeError, OutputClosed):
+        _drop_output()
+        return BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001 - the last resort: one message in place of a traceback
+        return _report(error, debug)
+
+
+def _report(error: Exception, debug: bool) -> int:
+    if debug:
+        say("".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, InvalidInput):
+        print_line_errors(error.errors)
+    if isinstance(error, BatchjobsError):
+        complain(str(error))
+        return error.exit_code
+    if isinstance(error, OSError):
+        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return 1
+    complain(f"internal error: {type(error).__name__}: {error}")
+    if not debug:
+        say("This is a mistake in batchjobs. `batchjobs --debug ...` shows where it happened.")
+    return 1
+
+
+def _escape_what_cannot_be_encoded() -> None:
+    """An ASCII terminal gets ``\\u3042`` for a character it does not have, not an error."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _drop_output() -> None:
+    """Nobody reads any more. Python flushes once again when it ends, which must find an open descriptor."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C does, so that half-written files go and a worker of ours is stopped."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(TERMINATED)

@@ -1,0 +1,120 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from batchjobs.client import Client
+    from batchjobs.sampling_fields import Defaults
+    from batchjobs.settings import Settings
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class Text(click.ParamType[str]):
+    """A text, UTF-8 whatever the locale says."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # bytes that the locale could not decode
+            try:
+                return os.fsencode(value).decode()
+            except UnicodeError:
+                self.fail("it is not valid UTF-8", param, ctx)
+        return value
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="JSON on stdout: an object, or one object a line.")
+
+model = click.option("--model", "-m", help="Folder, hub id or .gguf file.")
+
+_SAMPLING = (
+    click.option("--max-tokens", type=int, help="Tokens to generate at most."),
+    click.option("--temperature", type=float, help="0 takes the most likely token always."),
+    click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
+    click.option("--top-k", type=int, help="Keep this many of the most likely tokens; 0 keeps all."),
+    click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest."),
+    click.option("--seed", type=int, help="Seed of every request that names none."),
+    click.option(
+        "--stop", type=Text(), multiple=True, help="End the text before this string; may be given several times."
+    ),
+    click.option("--system", type=Text(), help="System message of chats that have none."),
+)
+
+_ENGINE = (
+    click.option("--device", help="auto, cpu, cuda or cuda:N."),
+    click.option("--dtype", help="auto, float32, bfloat16 or float16."),
+    click.option("--page-size", type=int, help="Tokens in one page of the KV cache."),
+    click.option("--num-blocks", type=int, help="Pages of the KV cache; default: what fits."),
+    click.option("--max-batch-tokens", type=int, help="Tokens in one step at most."),
+    click.option("--max-requests-per-batch", type=int, help="Requests that decode at the same time at most."),
+)
+
+_OUTPUT = (
+    click.option(
+        "--format",
+        "form",
+        type=click.Choice(["jsonl", "openai", "csv", "table"]),
+        default="jsonl",
+        help="Default: jsonl.",
+    ),
+    click.option("-o", "--output", "target", type=click.Path(path_type=Path), help="File to write; default: stdout."),
+    click.option("--errors", type=click.Path(path_type=Path), help="File for failures, with --format openai."),
+    click.option("--force", is_flag=True, help="Replace existing output files."),
+)
+
+
+def output_options(command: Decorated) -> Decorated:
+    """Where results go, and in which form."""
+    return _with(command, _OUTPUT)
+
+
+def sampling_defaults(command: Decorated) -> Decorated:
+    """Options for what lines leave open; collect them with :func:`defaults_from`."""
+    return _with(command, _SAMPLING)
+
+
+def engine_options(command: Decorated) -> Decorated:
+    """Options of the engine; they are settings by the same names."""
+    return _with(command, _ENGINE)
+
+
+def _with(command: Decorated, options: tuple[Callable[[Any], Any], ...]) -> Decorated:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def defaults_from(options: dict[str, Any]) -> Defaults:
+    """Takes the sampling options out of a command's options. Raises UsageError for a value out of range."""
+    from batchjobs.sampling_fields import Defaults
+
+    system = options.pop("system")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    fields = {name: value for name in names if (value := options.pop(name)) is not None}
+    if stop := list(options.pop("stop")):
+        fields["stop"] = stop
+    return Defaults(fields, system)
+
+
+def settings_of(ctx: click.Context, **flags: Any) -> Settings:
+    """The settings in force for a command, with its own flags on top."""
+    from batchjobs.settings import load_settings
+
+    return load_settings(**ctx.find_root().obj, **flags)
+
+
+def open_client(ctx: click.Context, **flags: Any) -> Client:
+    """A client for the command, to be used in a ``with`` block."""
+    from batchjobs.client import Client
+
+    return Client(settings_of(ctx, **flags))

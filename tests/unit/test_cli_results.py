@@ -1,0 +1,266 @@
+"""``batchjobs results`` and ``show``: forms, files, and what happens half-way."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchjobs.cli.files import output
+from batchjobs.errors import UsageError
+from batchjobs.types import FinishReason, RequestStatus
+from tests.support.answers import answer, answer_all, failure
+from tests.support.command_line import CommandLine, command_line
+
+if TYPE_CHECKING:
+    from batchjobs.types import Completion, Request
+
+__all__ = ["command_line"]
+
+KEYS = [
+    "custom_id", "index", "status", "text", "finish_reason", "model", "model_version", "prompt_tokens",
+    "completion_tokens", "cached_tokens", "token_ids", "logprobs", "top_logprobs", "token_times", "created_at",
+    "started_at", "first_token_at", "finished_at", "worker", "attempt", "error", "tokens",
+]  # fmt: skip
+
+
+def outcome(request: Request) -> Completion:
+    """By the prompt: an answer of that text, a failure, or a text that was cut."""
+    prompt = str(request.body.get("prompt", "chat"))
+    if prompt == "fail":
+        return failure(request)
+    if prompt == "cancel":
+        return answer(request, "par", status=RequestStatus.CANCELLED, finish_reason=FinishReason.CANCELLED)
+    return answer(request, prompt)
+
+
+def answered(line: CommandLine, *requests: dict[str, Any]) -> str:
+    """The id of a finished batch of these lines."""
+    batch = line.submit(*requests)
+    store = line.store()
+    answer_all(store, batch, outcome)
+    store.close()
+    return batch
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------- forms
+
+
+def test_flat_lines_have_the_keys_in_their_order(command_line: CommandLine) -> None:
+    batch = answered(command_line, {"custom_id": "q", "prompt": "Hey"}, {"prompt": "fail"}, {"prompt": "cancel"})
+    good, failed, cancelled = rows(command_line.out("results", batch))
+    assert list(good) == list(failed) == list(cancelled) == KEYS
+    assert good == {
+        **good,
+        "custom_id": "q",
+        "index": 0,
+        "status": "completed",
+        "text": "Hey",
+        "finish_reason": "stop",
+        "model": "tiny",
+        "prompt_tokens": 10,
+        "completion_tokens": 3,
+        "cached_tokens": 4,
+        "token_ids": [72, 101, 121],
+        "logprobs": [0.0, -0.5, -1.0],
+        "top_logprobs": None,
+        "token_times": [0.25, 0.5, 0.75],
+        "started_at": "2026-03-01T12:00:00.250000Z",
+        "finished_at": "2026-03-01T12:00:01Z",
+        "error": None,
+        "tokens": ["H", "e", "y"],
+    }
+    assert failed["error"] == {"code": "context_length_exceeded", "message": "too long"}
+    assert (failed["status"], failed["finish_reason"], failed["text"]) == ("failed", "error", "")
+    assert (cancelled["status"], cancelled["finish_reason"], cancelled["text"]) == ("cancelled", "cancelled", "par")
+
+
+def test_results_are_in_input_order_and_readable_while_the_batch_runs(command_line: CommandLine) -> None:
+    """A-out-01, A-out-02."""
+    batch = command_line.submit(*({"prompt": str(number)} for number in range(6)), options=("--shard-size", 2))
+    assert command_line.run("results", batch).stdout == ""
+    store = command_line.store()
+    claimed = [shard for shard, _ in store.claimable(10)]
+    for lease in store.claim([claimed[2], claimed[0]], "w", 60):
+        store.record([(lease, outcome(request)) for request in store.pending_requests(lease)])
+    store.close()
+    done = command_line.run("results", batch)
+    assert [row["text"] for row in rows(done.stdout)] == ["0", "1", "4", "5"]
+    assert done.stderr == "note: the batch is running; 2 requests had not ended\n"
+
+
+def test_openai_form_puts_failures_into_their_own_file(command_line: CommandLine, tmp_path: Path) -> None:
+    """A-out-05."""
+    chat = {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "Hi"}]}}
+    batch = answered(
+        command_line, {"custom_id": "a", **chat}, {"custom_id": "b", "prompt": "fail"}, {"prompt": "cancel"}
+    )
+    done = command_line.run("results", batch, "--format", "openai")
+    (good,) = rows(done.stdout)
+    assert good["response"]["body"]["choices"][0]["message"]["content"] == "chat"
+    assert done.stderr == "note: 2 requests without an answer left out; --errors FILE writes them\n"
+    out, errors = tmp_path / "out.jsonl", tmp_path / "err.jsonl"
+    assert command_line.run("results", batch, "--format", "openai", "-o", out, "--errors", errors).output == ""
+    assert rows(out.read_text()) == [good]
+    assert [(row["custom_id"], row["response"], row["error"]["code"]) for row in rows(errors.read_text())] == [
+        ("b", None, "context_length_exceeded"),
+        ("request-2", None, "batch_cancelled"),
+    ]
+
+
+def test_csv_has_the_single_values(command_line: CommandLine) -> None:
+    batch = answered(command_line, {"custom_id": 'a,"b"', "prompt": "x\ny"}, {"prompt": "fail"})
+    table = list(csv.DictReader(io.StringIO(command_line.out("results", batch, "--format", "csv"))))
+    assert [row["text"] for row in table] == ["x\ny", ""]
+    assert (table[0]["custom_id"], table[0]["completion_tokens"]) == ('a,"b"', "3")
+    assert (table[1]["error_code"], table[1]["error_message"]) == ("context_length_exceeded", "too long")
+    assert table[0]["finished_at"].endswith("Z")
+
+
+def test_table_is_for_the_screen(command_line: CommandLine) -> None:
+    batch = answered(command_line, {"prompt": "Hello"}, {"prompt": "fail"})
+    shown = command_line.out("results", batch, "--format", "table")
+    assert "Hello" in shown
+    assert "too long" in shown
+
+
+def test_crlf_input_leaves_no_carriage_return(command_line: CommandLine) -> None:
+    """A-in-07."""
+    batch = command_line.out("submit", "-", stdin=b'{"custom_id":"7","prompt":"b"}\r\n').strip()
+    command_line.out("cancel", batch, "--yes")
+    shown = command_line.run("results", batch).stdout_bytes
+    assert b"\r" not in shown
+    assert b"\\r" not in shown
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def test_an_existing_file_needs_force(command_line: CommandLine, tmp_path: Path) -> None:
+    """A-out-03, A-out-04."""
+    batch = answered(command_line, {"prompt": "a"})
+    target = tmp_path / "out.jsonl"
+    target.write_text("precious")
+    refused = command_line.run("results", batch, "-o", target)
+    assert (refused.exit_code, target.read_text()) == (2, "precious")
+    assert f"{target} exists already; --force replaces it" in refused.stderr
+    command_line.out("results", batch, "-o", target, "--force")
+    assert len(rows(target.read_text())) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-o", "."), "is a folder"),
+        (("-o", "none/out"), "does not exist; create it first"),
+        (("--errors", "e"), "--errors goes with --format openai"),
+        (("--format", "openai", "-o", "x", "--errors", "x"), "name the same file"),
+        (("--format", "table", "-o", "x"), "--format table is for the screen"),
+    ],
+)
+def test_outputs_that_cannot_be(command_line: CommandLine, options: tuple[str, ...], message: str) -> None:
+    done = command_line.run("results", "B", *options)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_a_failure_half_way_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    """A-out-04: disk full, Ctrl-C or a crash."""
+    target = tmp_path / "out"
+    target.write_text("old")
+
+    def write_half(error: BaseException) -> None:
+        with output(target) as stream:
+            stream.write(b"half")
+            raise error
+
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt(), SystemExit(143)):
+        with pytest.raises(type(error)):
+            write_half(error)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert target.read_text() == "old"
+
+
+def test_a_link_stays_a_link_and_modes_stay(tmp_path: Path) -> None:
+    real, link, new = tmp_path / "real", tmp_path / "link", tmp_path / "new"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    with output(link) as stream:
+        stream.write(b"new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    assert real.stat().st_mode & 0o777 == 0o640
+    mask = os.umask(0o027)
+    try:
+        with output(new) as stream:
+            stream.write(b"x")
+    finally:
+        os.umask(mask)
+    assert new.stat().st_mode & 0o777 == 0o640
+
+
+def test_devices_are_written_not_replaced(tmp_path: Path) -> None:
+    with output(Path("/dev/null")) as stream:
+        stream.write(b"x")
+    assert not Path("/dev/null").is_file()
+
+
+def test_equal_content_is_left_alone_and_other_content_refused(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.write_text("same")
+    before = target.stat()
+    with output(target, keep_equal=True) as stream:
+        stream.write(b"same")
+    assert (target.stat().st_ino, target.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    with (
+        pytest.raises(UsageError, match="exists already, with other content"),
+        output(target, keep_equal=True) as stream,
+    ):
+        stream.write(b"other")
+    assert target.read_text() == "same"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+# ----------------------------------------------------------------------------------------------------------- show
+
+
+def test_show_tells_everything_about_one_request(command_line: CommandLine) -> None:
+    batch = answered(command_line, {"custom_id": "q", "messages": [{"role": "user", "content": "Hi"}], "seed": 1})
+    by_index, by_id = command_line.out("show", f"{batch}/0"), command_line.out("show", batch, "--custom-id", "q")
+    assert by_index == by_id
+    shown = [" ".join(line.split()) for line in by_index.splitlines()]
+    for line in (
+        f"request {batch}/0",
+        "custom_id q",
+        "status completed",
+        "finish reason stop",
+        "prompt user: Hi",
+        "parameters max_tokens=256, seed=1",
+        "tokens 10 in the prompt (4 cached), 4 generated",
+        "started 2026-03-01 12:00:00.250Z",
+        "chat",
+        '0 "c" 99 -0.0000 0.250',
+        '3 "t" 116 -1.5000 1.000',
+    ):
+        assert line in shown
+    found = command_line.json("show", f"{batch}/0")
+    assert (found["batch_id"], found["body"]["seed"], found["text"]) == (batch, 1, "chat")
+
+
+def test_show_knows_what_a_request_is_called(command_line: CommandLine) -> None:
+    batch = answered(command_line, {"prompt": "a"})
+    assert command_line.run("show", batch).exit_code == 2
+    assert command_line.run("show", f"{batch}/9").exit_code == 4
+    assert command_line.run("show", f"{batch}/x").exit_code == 2
+    assert command_line.run("show", batch, "--custom-id", "REQUEST-0").exit_code == 4

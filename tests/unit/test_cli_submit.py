@@ -1,0 +1,282 @@
+"""``batchjobs submit``, ``status``, ``list``, ``wait`` and ``cancel``."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.answers import answer, answer_all, failure
+from tests.support.command_line import CommandLine, command_line
+
+if TYPE_CHECKING:
+    from batchjobs.types import Completion, Request
+
+__all__ = ["command_line"]
+
+GOOD = '{"prompt":"a","temperature":0}\n{"prompt":"b","temperature":0}\n'
+
+
+def finish(line: CommandLine, batch: str, failing: int = 0) -> None:
+    def make(request: Request) -> Completion:
+        return failure(request) if request.index < failing else answer(request)
+
+    store = line.store()
+    answer_all(store, batch, make)
+    store.close()
+
+
+def write(path: Path, content: str = GOOD) -> Path:
+    path.write_text(content)
+    return path
+
+
+def bodies(line: CommandLine, batch: str) -> list[Any]:
+    store = line.store()
+    try:
+        return [row.request.body for row in store.results(batch)]
+    finally:
+        store.close()
+
+
+# --------------------------------------------------------------------------------------------------------- submit
+
+
+def test_submit_prints_the_id_alone(command_line: CommandLine, tmp_path: Path) -> None:
+    done = command_line.run("submit", write(tmp_path / "in.jsonl"))
+    assert done.exit_code == 0
+    assert done.stderr == ""
+    assert len(done.stdout) == 27
+    status = command_line.json("status", done.stdout.strip())
+    assert (status["name"], status["counts"]["total"], command_line.queue.queued) == ("in.jsonl", 2, 1)
+
+
+def test_submit_takes_files_gzip_and_standard_input(command_line: CommandLine, tmp_path: Path) -> None:
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"custom_id":"x","prompt":"c"}\n'))
+    batch = command_line.out(
+        "submit", write(tmp_path / "a.jsonl"), packed, "-", stdin=b'{"custom_id":"y","prompt":"d"}\n'
+    )
+    assert [body["prompt"] for body in bodies(command_line, batch.strip())] == ["a", "b", "c", "d"]
+    assert command_line.json_lines("list")[0]["name"] == "a.jsonl and 2 more"
+
+
+def test_options_fill_what_lines_leave_open(command_line: CommandLine) -> None:
+    options = ("--max-tokens", 5, "--temperature", 0.5, "--top-p", 0.9, "--top-k", 3, "--seed", 7, "--stop", "X",
+               "--stop", "Y", "--min-p", 0.1, "--system", "Be brief")  # fmt: skip
+    batch = command_line.submit(
+        {"prompt": "a"}, {"prompt": "b", "max_tokens": 9, "seed": 1}, {"messages": [{"role": "user", "content": "c"}]},
+        options=options,
+    )  # fmt: skip
+    rest = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["X", "Y"]}
+    chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "c"}]
+    assert bodies(command_line, batch) == [
+        {"prompt": "a", "max_tokens": 5, "seed": 7, **rest},
+        {"prompt": "b", "max_tokens": 9, "seed": 1, **rest},
+        {"messages": chat, "max_tokens": 5, "seed": 7, **rest},
+    ]
+
+
+def test_an_impossible_option_is_refused(command_line: CommandLine) -> None:
+    done = command_line.run("submit", "-", "--temperature", 3, stdin=GOOD.encode())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "temperature must be from 0 to 2, not 3.0" in done.stderr
+
+
+def test_bad_lines_are_named_and_counted(command_line: CommandLine) -> None:
+    """A-cli-02."""
+    content = b"".join(b'{"custom_id":"%d","url":"/v1/completions","body":{}}\n' % number for number in range(25))
+    done = command_line.run("submit", "-", stdin=content)
+    assert (done.exit_code, done.stdout) == (2, "")
+    shown = done.stderr.splitlines()
+    assert shown[0] == "line 1: missing method (the line has: custom_id, url, body)"
+    assert shown[19].startswith("line 20: ")
+    assert shown[20:] == [
+        "... and 5 more; --json prints all of them",
+        "batchjobs: standard input: 25 invalid lines; nothing was stored",
+    ]
+    assert command_line.json_lines("list") == []
+
+
+def test_bad_lines_as_json_are_all_there(command_line: CommandLine) -> None:
+    done = command_line.run("submit", "-", "--json", stdin=b"null\n" * 30)
+    assert done.exit_code == 2
+    errors = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [error["line"] for error in errors] == list(range(1, 31))
+    assert errors[0] == {
+        "line": 1,
+        "message": "each line must be a JSON object, not null",
+        "field": None,
+        "custom_id": None,
+        "code": "invalid_request",
+        "source": None,
+    }
+
+
+def test_skipped_lines_are_told_and_become_failures(command_line: CommandLine) -> None:
+    done = command_line.run("submit", "-", "--on-invalid", "skip", stdin=b'{"prompt":"a"}\nnull\n')
+    assert done.exit_code == 0
+    assert "line 2: each line must be a JSON object, not null\n" in done.stderr
+    assert "1 of 2 lines were invalid; they are failed requests of the batch\n" in done.stderr
+    status = command_line.json("status", done.stdout.strip())
+    assert (status["counts"]["queued"], status["counts"]["failed"]) == (1, 1)
+    assert status["failures"] == {"invalid_request": 1}
+
+
+def test_submit_as_json(command_line: CommandLine) -> None:
+    done = command_line.run("submit", "-", "--json", "--key", "k", stdin=GOOD.encode())
+    made = json.loads(done.stdout)
+    assert made == {"id": made["id"], "created": True, "requests": 2, "invalid": 0, "queued": True}
+    again = command_line.run("submit", "-", "--json", "--key", "k", stdin=GOOD.encode())
+    assert json.loads(again.stdout) == {**made, "created": False}
+
+
+def test_an_unreachable_queue_is_a_warning(command_line: CommandLine) -> None:
+    command_line.queue.broken = True
+    done = command_line.run("submit", "-", stdin=GOOD.encode())
+    assert (done.exit_code, len(done.stdout)) == (0, 27)
+    assert done.stderr.startswith("warning: the batch is stored, but not queued yet: the Redis at h cannot be reached")
+
+
+def test_a_key_with_other_content_is_refused(command_line: CommandLine, tmp_path: Path) -> None:
+    first = command_line.out("submit", write(tmp_path / "1"), "--key", "k")
+    assert command_line.out("submit", write(tmp_path / "2"), "--key", "k") == first
+    done = command_line.run("submit", write(tmp_path / "3", GOOD * 2), "--key", "k")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "'k' was used for batch" in done.stderr
+
+
+def test_another_model_in_the_lines_is_noted(command_line: CommandLine) -> None:
+    line = json.dumps({"prompt": "a", "model": "gpt-x"}).encode()
+    done = command_line.run("submit", "-", "--model", "mine", stdin=line)
+    assert done.stderr == 'note: the lines name the model "gpt-x"; the batch runs on mine\n'
+    assert command_line.run("submit", "-", "--model", "gpt-x", stdin=line).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none.jsonl",), "cannot read none.jsonl: No such file or directory"),
+        ((".",), ". is a folder; name a file"),
+        (("-", "-"), "standard input (-) can be read only once"),
+        (("-", "--timeout", "5"), "--timeout needs --wait or --follow"),
+    ],
+)
+def test_inputs_that_cannot_be_read(command_line: CommandLine, arguments: tuple[str, ...], message: str) -> None:
+    done = command_line.run("submit", *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_no_requests_name_the_file(command_line: CommandLine, tmp_path: Path) -> None:
+    """A-in-08."""
+    done = command_line.run("submit", write(tmp_path / "in.jsonl", ""))
+    assert done.exit_code == 2
+    assert f"no requests in {tmp_path / 'in.jsonl'}" in done.stderr
+
+
+def test_submit_and_wait_ends_like_wait(command_line: CommandLine) -> None:
+    done = command_line.run("submit", "-", "--wait", "--timeout", "0.1", stdin=GOOD.encode())
+    assert (done.exit_code, len(done.stdout)) == (124, 27)
+    assert "did not end within 0.1 s: 2 requests left" in done.stderr
+
+
+def test_submit_and_follow_shows_plain_lines(command_line: CommandLine) -> None:
+    first = command_line.run("submit", "-", "--key", "k", stdin=GOOD.encode())
+    finish(command_line, first.stdout.strip())
+    done = command_line.run("submit", "-", "--key", "k", "--follow", stdin=GOOD.encode())
+    assert (done.exit_code, done.stdout) == (0, first.stdout)
+    assert done.stderr == "2 of 2 done, 0 running, 10 tokens\n"
+
+
+# --------------------------------------------------------------------------------------------- status, list, wait
+
+
+def test_status_as_json(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"}, options=("--name", "n", "--queue", "low"))
+    status = command_line.json("status", batch)
+    assert list(status)[:5] == ["id", "status", "paused", "counts", "tokens"]
+    assert (status["id"], status["status"], status["paused"]) == (batch, "queued", False)
+    assert status["counts"] == {
+        "total": 2, "queued": 2, "running": 0, "completed": 0, "failed": 0, "cancelled": 0, "expired": 0,
+    }  # fmt: skip
+    assert (status["name"], status["queue"], status["created_at"][-1]) == ("n", "low", "Z")
+    finish(command_line, batch, failing=1)
+    status = command_line.json("status", batch)
+    assert status["status"] == "completed"
+    assert status["tokens"] == {"prompt": 10, "completion": 5}
+    assert status["failures"] == {"context_length_exceeded": 1}
+
+
+def test_status_for_people(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"})
+    shown = command_line.out("status", batch).splitlines()
+    assert shown[0].split() == ["batch", batch]
+    assert "requests   2: 2 queued" in shown
+
+
+def test_list_shows_the_newest_first(command_line: CommandLine) -> None:
+    done = command_line.run("list")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "no batches yet" in done.stderr
+    made = [command_line.submit({"prompt": "a"}) for _ in range(3)]
+    assert [status["id"] for status in command_line.json_lines("list")] == made[::-1]
+    assert [status["id"] for status in command_line.json_lines("list", "--limit", 1)] == made[2:]
+    assert command_line.out("list").count("queued") == 3
+
+
+@pytest.mark.parametrize(("failing", "code"), [(0, 0), (1, 5)])
+def test_wait_tells_failures_by_its_exit_code(command_line: CommandLine, failing: int, code: int) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"})
+    finish(command_line, batch, failing)
+    done = command_line.run("wait", batch)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert ("1 request of 2 failed: 1 context_length_exceeded" in done.stderr) == bool(failing)
+
+
+def test_wait_ends_in_time(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"})
+    assert command_line.run("wait", batch, "--timeout", "0").exit_code == 124
+
+
+# --------------------------------------------------------------------------------------------------------- cancel
+
+
+def test_a_cancelled_batch_ends_with_6(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"})
+    done = command_line.run("cancel", batch, "--yes")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == f"batch {batch}: 2 cancelled, 0 completed\n"
+    assert command_line.queue.woken == 1
+    waited = command_line.run("wait", batch)
+    assert waited.exit_code == 6
+    assert "was cancelled" in waited.stderr
+    assert command_line.json("cancel", batch, "--yes")["status"] == "cancelled"
+
+
+def test_one_request_is_cancelled(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"custom_id": "q", "prompt": "b"})
+    made = command_line.json("cancel", "--request", f"{batch}/1", "--yes")
+    assert made == {"batch_id": batch, "index": 1, "custom_id": "q", "status": "cancelled"}
+    assert command_line.json("status", batch)["counts"]["queued"] == 1
+    assert command_line.run("cancel", "--request", batch).exit_code == 2
+    assert command_line.run("cancel", batch, "--request", f"{batch}/1").exit_code == 2
+
+
+def test_nothing_is_asked_where_nobody_can_answer(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"})
+    assert command_line.run("cancel", batch).exit_code == 0
+
+
+def test_on_a_terminal_cancel_asks_first(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchjobs.cli.cancel._is_asked", lambda: True)
+    batch = command_line.submit({"prompt": "a"})
+    refused = command_line.run("cancel", batch, stdin=b"n\n")
+    assert refused.exit_code == 130
+    assert f"Cancel 1 request of batch {batch}?" in refused.stderr
+    assert command_line.json("status", batch)["status"] == "queued"
+    assert command_line.run("cancel", batch, stdin=b"y\n").exit_code == 0
+    assert command_line.json("status", batch)["status"] == "cancelled"

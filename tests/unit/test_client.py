@@ -1,0 +1,159 @@
+"""The public Python names: Client, Batch, and the package's own list of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import batchjobs
+from batchjobs import Client, InvalidInput, NotFound, UsageError, WaitTimeout
+from batchjobs.errors import ConnectionFailed
+from batchjobs.types import BatchStatus, FinishReason, Priority, RequestStatus
+from tests.support.answers import answer, answer_all, failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from batchjobs.types import Completion, Request
+
+ROOT = Path(__file__).parents[2]
+
+
+class Queue:
+    """Stands in for the queue."""
+
+    woken = 0
+    queued = 0
+
+    def enqueue(self, shards: object) -> int:
+        self.queued += len(list(shards))  # type: ignore[call-overload]
+        return self.queued
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+    monkeypatch.setattr("batchjobs.client.connect_queue", lambda settings: queue)
+    return queue
+
+
+@pytest.fixture
+def client(tmp_path: Path, queue: Queue) -> Iterator[Client]:
+    with Client(home=tmp_path / "home") as client:
+        yield client
+
+
+def test_from_submission_to_results(client: Client, queue: Queue) -> None:
+    batch = client.submit([{"prompt": "a"}, {"custom_id": "q", "prompt": "b"}], max_tokens=5, name="n", queue="high")
+    assert (batch.status, batch.counts.total, batch.info.queue) == (BatchStatus.QUEUED, 2, Priority.HIGH)
+    assert queue.queued == 1
+    assert list(batch.results()) == []
+
+    def half(request: Request) -> Completion:
+        return answer(request, "Hi") if request.index else failure(request)
+
+    answer_all(client.store, batch.id, half)
+    assert batch.wait(timeout=0).status == BatchStatus.COMPLETED
+    failed, good = batch.results()
+    assert failed.error is not None
+    assert (failed.status, failed.error.code, failed.text) == ("failed", "context_length_exceeded", "")
+    assert (good.custom_id, good.text, good.finish_reason) == ("q", "Hi", FinishReason.STOP)
+    assert good.logprobs == (0.0, -0.5)
+    assert good.token_times == (0.25, 0.5)
+    assert len(good.token_ids) == len(good.tokens) == good.completion_tokens == 2
+    assert batch.failures() == {"context_length_exceeded": 1}
+
+
+def test_an_earlier_batch_is_found_by_its_id(client: Client) -> None:
+    made = client.submit([{"prompt": "a"}])
+    assert client.batch(made.id).counts.total == 1
+    assert [info.id for info in client.batches()] == [made.id]
+    with pytest.raises(NotFound):
+        client.batch("nothing")
+
+
+def test_waiting_ends_in_time(client: Client) -> None:
+    batch = client.submit([{"prompt": "a"}, {"prompt": "b"}])
+    seen: list[int] = []
+    with pytest.raises(WaitTimeout, match="2 requests left; it goes on"):
+        batch.wait(timeout=0.1, seen=lambda info: seen.append(info.counts.queued))
+    assert set(seen) == {2}
+
+
+def test_cancelling_keeps_what_is_finished(client: Client, queue: Queue) -> None:
+    """A-eng-07."""
+    batch = client.submit([{"prompt": str(number)} for number in range(4)], shard_size=2)
+    (lease,) = client.store.claim([shard for shard, _ in client.store.claimable(1)], "w1", 60)
+    client.store.record([(lease, answer(request)) for request in client.store.pending_requests(lease)])
+    counts = batch.cancel()
+    assert (counts.completed, counts.cancelled) == (2, 2)
+    assert batch.cancel() == counts
+    assert queue.woken == 2
+    assert batch.status == BatchStatus.CANCELLED
+    assert [result.status for result in batch.results()] == ["completed", "completed", "cancelled", "cancelled"]
+    client.cancel_request(batch.id, 0)
+    assert client.store.result(batch.id, 0).state == RequestStatus.COMPLETED
+
+
+def test_submitting_with_a_key_twice_gives_one_batch(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt":"a"}\n')
+    assert client.submit(path, key="k").id == client.submit(str(path), key="k").id
+
+
+def test_errors_name_lines_and_values(client: Client) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        client.submit([{"prompt": "a"}, {"prompt": ""}])
+    assert [error.line for error in caught.value.errors] == [2]
+    with pytest.raises(UsageError, match="queue must be high, default, low, not 'urgent'"):
+        client.submit([{"prompt": "a"}], queue="urgent")
+    with pytest.raises(UsageError, match='unknown sampling field "max_token"'):
+        client.submit([{"prompt": "a"}], max_token=5)
+    with pytest.raises(UsageError, match="on_invalid must be reject or skip"):
+        client.submit([{"prompt": "a"}], on_invalid="ignore")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match='unknown setting "hom"; did you mean home'):
+        Client(hom="x")
+
+
+def test_an_unreachable_queue_is_a_warning(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(settings: object) -> None:
+        raise ConnectionFailed("the Redis at h cannot be reached")
+
+    monkeypatch.setattr("batchjobs.client.connect_queue", refuse)
+    with pytest.warns(UserWarning, match="stored, but not queued yet"):
+        batch = client.submit([{"prompt": "a"}])
+    assert batch.cancel().cancelled == 1
+
+
+# --------------------------------------------------------------------------------------------------- public names
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in batchjobs.__all__:
+        value = getattr(batchjobs, name)
+        assert name == "__version__" or value.__doc__, name
+    assert sorted(batchjobs.__all__) == batchjobs.__all__ == dir(batchjobs)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = batchjobs.nothing
+
+
+def test_the_version_is_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert batchjobs.__version__ == project["version"]
+
+
+def test_importing_the_package_loads_nothing_else() -> None:
+    code = "import sys, batchjobs; print([m for m in sys.modules if m.startswith('batchjobs.')])"
+    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "[]"

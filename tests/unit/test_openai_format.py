@@ -1,0 +1,174 @@
+"""Output and error lines in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchjobs.openai_format import openai_line, text_offsets
+from batchjobs.store import StoredResult
+from batchjobs.types import Endpoint, FinishReason, Request, RequestError, RequestStatus
+from tests.support.answers import answer, failure
+from tests.support.batches import STARTED
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+PROMPT = {"prompt": "Hi", "max_tokens": 9}
+
+
+def stored(body: dict[str, Any], endpoint: Endpoint, make: Any = answer, **changes: Any) -> StoredResult:
+    request = Request(index=4, custom_id="q-1", endpoint=endpoint, body=body)
+    made = make(request, **changes)
+    return StoredResult(batch_id="B", request=request, state=made.status, completion=made, created_at=STARTED)
+
+
+def line(body: dict[str, Any], endpoint: Endpoint = Endpoint.CHAT, make: Any = answer, **changes: Any) -> Any:
+    raw = openai_line(stored(body, endpoint, make, **changes))
+    assert b"\n" not in raw
+    return json.loads(raw, parse_constant=pytest.fail)
+
+
+def test_a_chat_answer() -> None:
+    assert line(CHAT, text="Hello") == {
+        "id": "batch_req_B-4",
+        "custom_id": "q-1",
+        "response": {
+            "status_code": 200,
+            "request_id": "req_B-4",
+            "body": {
+                "id": "chatcmpl-B-4",
+                "object": "chat.completion",
+                "created": 1772366401,
+                "model": "tiny",
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                        "logprobs": None,
+                        "finish_reason": "stop",
+                    }
+                ],
+                "usage": {
+                    "prompt_tokens": 10,
+                    "completion_tokens": 5,
+                    "total_tokens": 15,
+                    "prompt_tokens_details": {"cached_tokens": 4},
+                },
+                "system_fingerprint": "v1",
+            },
+        },
+        "error": None,
+    }
+
+
+def test_a_completion_answer() -> None:
+    body = line(PROMPT, Endpoint.COMPLETIONS, text="Hey", finish_reason=FinishReason.LENGTH)["response"]["body"]
+    assert (body["id"], body["object"]) == ("cmpl-B-4", "text_completion")
+    assert body["choices"] == [{"text": "Hey", "index": 0, "logprobs": None, "finish_reason": "length"}]
+
+
+def test_chat_logprobs_without_alternatives() -> None:
+    """A-sp-06: logprobs true alone gives entries with an empty list."""
+    logprobs = line({**CHAT, "logprobs": True}, text="Hi")["response"]["body"]["choices"][0]["logprobs"]
+    assert logprobs == {
+        "content": [
+            {"token": "H", "bytes": [72], "logprob": 0.0, "top_logprobs": []},
+            {"token": "i", "bytes": [105], "logprob": -0.5, "top_logprobs": []},
+        ],
+        "refusal": None,
+    }
+
+
+def test_chat_logprobs_keep_the_bytes_of_partial_characters() -> None:
+    """A-tok-02: an emoji over two tokens; all bytes together are its UTF-8."""
+    pieces = ((240, 159), (152, 128))
+    top = (((5, -0.1, pieces[0]), (9, -2.5, "x")), ((6, -0.2, pieces[1]),))
+    found = line(
+        {**CHAT, "logprobs": True, "top_logprobs": 2},
+        text="\U0001f600",
+        tokens=pieces,
+        token_ids=(5, 6),
+        logprobs=(-0.1, -0.2),
+        token_times=(0.1, 0.2),
+        top_logprobs=top,
+    )["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in found] == ["\\xf0\\x9f", "\\x98\\x80"]
+    assert bytes(byte for entry in found for byte in entry["bytes"]).decode() == "\U0001f600"
+    assert found[0]["top_logprobs"] == [
+        {"token": "\\xf0\\x9f", "bytes": [240, 159], "logprob": -0.1},
+        {"token": "x", "bytes": [120], "logprob": -2.5},
+    ]
+
+
+def test_completion_logprobs() -> None:
+    top = (((72, 0.0, "H"), (74, -3.0, "J")), ((8, -0.1, "e"), (9, -0.2, "a")))
+    choice = line({**PROMPT, "logprobs": 2, "top_logprobs": 2}, Endpoint.COMPLETIONS, text="Hi", top_logprobs=top)
+    assert choice["response"]["body"]["choices"][0]["logprobs"] == {
+        "tokens": ["H", "i"],
+        "token_logprobs": [0.0, -0.5],
+        "top_logprobs": [{"H": 0.0, "J": -3.0}, {"e": -0.1, "a": -0.2, "i": -0.5}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_completion_logprobs_zero_means_the_sampled_token_alone() -> None:
+    """A-sp-05."""
+    logprobs = line({**PROMPT, "logprobs": 0}, Endpoint.COMPLETIONS, text="Hi")["response"]["body"]["choices"][0][
+        "logprobs"
+    ]
+    assert logprobs["token_logprobs"] == [0.0, -0.5]
+    assert logprobs["top_logprobs"] is None
+
+
+def test_of_two_ids_with_one_text_the_likelier_stays() -> None:
+    """A-tok-03, in the form that is keyed by text."""
+    top = (((1, -0.1, "a"), (2, -5.0, "a")),)
+    body = {**PROMPT, "logprobs": 2, "top_logprobs": 2}
+    made = line(body, Endpoint.COMPLETIONS, text="a", top_logprobs=top)["response"]["body"]["choices"][0]
+    assert made["logprobs"]["top_logprobs"] == [{"a": -0.1}]
+
+
+def test_logprobs_that_are_no_number_are_null() -> None:
+    """A-num-02: strict JSON everywhere."""
+    made = line({**CHAT, "logprobs": True}, text="ab", logprobs=(float("-inf"), float("nan")))
+    assert [e["logprob"] for e in made["response"]["body"]["choices"][0]["logprobs"]["content"]] == [None, None]
+
+
+def test_a_failure_has_an_error_and_no_response() -> None:
+    """A-out-05."""
+    assert line(CHAT, make=failure) == {
+        "id": "batch_req_B-4",
+        "custom_id": "q-1",
+        "response": None,
+        "error": {"code": "context_length_exceeded", "message": "too long"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(RequestStatus.CANCELLED, "batch_cancelled"), (RequestStatus.EXPIRED, "batch_expired")]
+)
+def test_cancelled_and_expired_requests_are_failures(status: RequestStatus, code: str) -> None:
+    made = line(CHAT, text="Hel", status=status, finish_reason=FinishReason.CANCELLED)
+    assert made["response"] is None
+    assert made["error"]["code"] == code
+
+
+def test_an_own_error_wins_over_the_general_one() -> None:
+    error = RequestError(code="worker_crashed", message="m")
+    assert line(CHAT, status=RequestStatus.EXPIRED, error=error)["error"] == {"code": "worker_crashed", "message": "m"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "offsets"),
+    [
+        (("Hel", "lo", "!"), "Hello!", [0, 3, 5]),
+        (("Hi", "<|im_end|>"), "Hi", [0, 2]),
+        (("A", "<|pad|>", "B"), "AB", [0, 1, 1]),
+        (("one", " two", " END"), "one tw", [0, 3, 6]),
+        (((240, 159), (152, 128), "!"), "\U0001f600!", [0, 0, 1]),
+        ((), "", []),
+    ],
+)
+def test_text_offsets_point_into_the_text(tokens: Any, text: str, offsets: list[int]) -> None:
+    assert text_offsets(tokens, text) == offsets
