@@ -236,6 +236,7 @@ def test_a_template_that_refuses_names_its_sentence(chat_model: Path) -> None:
 def test_the_same_weights_have_the_same_version(llama: Path, tmp_path: Path) -> None:
     copy = save_model("llama", tmp_path / "copy")
     other = save_model("llama", tmp_path / "other", seed=1)
+    assert make(copy).model_name == "copy"
     assert make(llama).model_version == make(copy).model_version != make(other).model_version
 
 

@@ -66,11 +66,17 @@ def load_model(source: str, *, device: torch.device, dtype: str) -> LoadedModel:
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        name=source,
+        name=short_name(source),
         version=weights_version(source, config),
         max_model_len=_context_length(config),
         eos_ids=_eos_ids(model.generation_config, config, tokenizer),
     )
+
+
+def short_name(source: str) -> str:
+    """A hub id as it is; a local folder or file by its last part, without ``.gguf``: paths differ from node to node."""
+    path = Path(source).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else source
 
 
 def choose_device(name: str) -> torch.device:
