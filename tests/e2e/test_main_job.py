@@ -1,0 +1,272 @@
+"""The whole way with real processes: a file is submitted by one, answered by others, and read from SQL.
+
+The model is tiny and random, with a byte-level tokenizer, so answers are nonsense but exactly repeatable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchjobs.store import Store
+from tests.support.models import save_chat_model
+from tests.support.waiting import eventually
+
+PATIENCE = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+class Machine:
+    """One installation: a home, and perhaps servers of its own. Starts commands, and ends what it started."""
+
+    def __init__(self, home: Path, model: Path, **variables: str) -> None:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("BATCHJOBS_")}
+        chosen = {
+            "BATCHJOBS_HOME": str(home),
+            "BATCHJOBS_MODEL": str(model),
+            "BATCHJOBS_LEASE_SECONDS": "4",
+            "BATCHJOBS_HEARTBEAT_SECONDS": "1",
+            "BATCHJOBS_NUM_BLOCKS": "600",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.home = home
+        self.environment = inherited | chosen | variables
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self.home / f"{len(self._started)}.log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchjobs", *arguments],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+            )
+        self._started.append(process)
+        return process
+
+    def call(self, *arguments: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "batchjobs", *arguments], env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    def complaint(self, *arguments: str, code: int) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "batchjobs", *arguments], env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    def store(self) -> Store:
+        return Store(self.environment.get("BATCHJOBS_DATABASE_URL") or f"sqlite:///{self.home}/batchjobs.sqlite3")
+
+    def counts(self, batch: str) -> dict[str, int]:
+        counts: dict[str, int] = json.loads(self.call("status", batch, "--json"))["counts"]
+        return counts
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._started:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bj-home-") as folder:  # short, for the socket in it
+        yield Path(folder)
+
+
+@pytest.fixture
+def embedded(home: Path, model: Path) -> Iterator[Machine]:
+    machine = Machine(home, model)
+    yield machine
+    machine.end()
+    _stop_private_redis(home)
+
+
+def _stop_private_redis(home: Path) -> None:
+    """A test may leave work in the queue, for which the private server stays up."""
+    from batchjobs.redis_client import connect
+
+    for socket in home.rglob("*.sock"):
+        with closing(connect(f"unix://{socket}")) as client:
+            client.shutdown(nosave=True)
+
+
+@pytest.fixture
+def servers(home: Path, model: Path, database_url: str, redis_url: str) -> Iterator[Machine]:
+    machine = Machine(home, model, BATCHJOBS_DATABASE_URL=database_url, BATCHJOBS_REDIS_URL=redis_url)
+    yield machine
+    machine.end()
+
+
+def lines(count: int, *, max_tokens: int = 24) -> list[dict[str, Any]]:
+    """Chats and prompts, greedy and sampled, in both forms."""
+    made: list[dict[str, Any]] = []
+    for number in range(count):
+        fields = {"max_tokens": max_tokens, "temperature": 0.0 if number % 2 else 0.8, "ignore_eos": True}
+        messages = [{"role": "user", "content": f"question {number}"}]
+        if number % 3 == 0:
+            made.append({"prompt": f"text {number}", **fields})
+        elif number % 3 == 1:
+            made.append({"custom_id": f"chat-{number}", "messages": messages, **fields})
+        else:
+            body = {"model": "m", "messages": messages, "logprobs": True, "top_logprobs": 2, "max_tokens": max_tokens}
+            made.append(
+                {"custom_id": f"openai-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            )
+    return made
+
+
+def write(folder: Path, made: list[dict[str, Any]]) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in made))
+    return str(path)
+
+
+def rows(machine: Machine, batch: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in machine.call("results", batch).splitlines()]
+
+
+def check_rows(found: list[dict[str, Any]], count: int) -> None:
+    """One whole row a request, in input order."""
+    assert [row["index"] for row in found] == list(range(count))
+    for row in found:
+        assert row["status"] == "completed", row
+        assert row["finish_reason"] in ("stop", "length")
+        lengths = {len(row[name]) for name in ("token_ids", "tokens", "logprobs", "token_times")}
+        assert lengths == {row["completion_tokens"]}
+        assert row["token_times"] == sorted(row["token_times"])
+        assert all(logprob <= 0 for logprob in row["logprobs"])
+
+
+def test_two_workers_share_a_batch_of_another_process(servers: Machine, home: Path) -> None:
+    share_a_batch(servers, home)
+
+
+def test_two_workers_share_a_batch_with_no_settings_at_all(embedded: Machine, home: Path) -> None:
+    share_a_batch(embedded, home)
+
+
+def share_a_batch(machine: Machine, home: Path) -> None:
+    count = 120
+    batch = machine.call("submit", write(home, lines(count)), "--shard-size", "4").strip()
+    for name in ("one", "two"):
+        machine.start("worker", "--name", name, "--max-requests-per-batch", "8")
+    machine.call("wait", batch, "--timeout", str(PATIENCE))
+    found = rows(machine, batch)
+    check_rows(found, count)
+    assert {row["worker"] for row in found} == {"one", "two"}
+    assert {row["attempt"] for row in found} == {1}
+    with closing(machine.store()) as store:
+        _, selected = store.select("SELECT count(*) FROM completions", 1)
+        assert list(selected) == [(count,)]
+    openai = machine.call("results", batch, "--format", "openai").splitlines()
+    assert [json.loads(line)["response"]["status_code"] for line in openai] == [200] * count
+
+
+def test_a_killed_worker_loses_nothing(embedded: Machine, home: Path) -> None:
+    count = 80
+    batch = embedded.call("submit", write(home, lines(count, max_tokens=48)), "--shard-size", "8").strip()
+    doomed = embedded.start("worker", "--name", "doomed", "--max-requests-per-batch", "8")
+    with closing(embedded.store()) as store:
+        eventually(lambda: store.batch(batch).counts.completed >= 8, "eight answers are stored", PATIENCE)
+        doomed.kill()
+        doomed.wait()
+        before = store.batch(batch).counts.completed
+        assert before < count
+    embedded.start("worker", "--name", "heir", "--burst")
+    embedded.call("wait", batch, "--timeout", str(PATIENCE))
+    found = rows(embedded, batch)
+    check_rows(found, count)
+    by_worker = Counter(row["worker"] for row in found)
+    assert by_worker["doomed"] == before
+    assert by_worker["heir"] == count - before
+    assert {row["attempt"] for row in found} == {1, 2}
+
+
+def test_an_interrupted_run_goes_on_and_makes_nothing_twice(embedded: Machine, home: Path) -> None:
+    count = 60
+    path = write(home, lines(count, max_tokens=64))
+    first = embedded.start("run", path, "--max-requests-per-batch", "4", "-o", str(home / "out.jsonl"))
+    with closing(embedded.store()) as store:
+
+        def answered() -> int:
+            found = store.batches() if (home / "batchjobs.sqlite3").exists() else []
+            return found[0].counts.completed if found else 0
+
+        eventually(lambda: answered() >= 6, "six answers are stored", PATIENCE)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60) == 130
+        batch = store.batches()[0]
+        assert 6 <= batch.counts.completed < count
+        assert batch.counts.running == 0  # given back
+        earlier = {
+            r.request.index: r.completion.finished_at for r in store.results(batch.id) if r.completion is not None
+        }
+    assert not (home / "out.jsonl").exists()
+    embedded.call("run", path, "--max-requests-per-batch", "4", "-o", str(home / "out.jsonl"))
+    found = [json.loads(line) for line in (home / "out.jsonl").read_text().splitlines()]
+    check_rows(found, count)
+    assert {row["attempt"] for row in found} == {1}  # giving back in good order is no attempt
+    with closing(embedded.store()) as store:
+        assert [b.id for b in store.batches()] == [batch.id]
+        now = {r.request.index: r.completion.finished_at for r in store.results(batch.id) if r.completion is not None}
+    assert {index: now[index] for index in earlier} == earlier
+    again = embedded.call("run", path, "--max-requests-per-batch", "4")
+    assert [json.loads(line) for line in again.splitlines()] == found
+
+
+def test_seeded_answers_are_the_same_however_they_were_made(embedded: Machine, home: Path) -> None:
+    made = [{"prompt": f"tale {n}", "seed": n, "temperature": 0.9, "max_tokens": 20} for n in range(12)]
+    path = write(home, made)
+    texts = []
+    for flags in (["--max-requests-per-batch", "1"], ["--max-requests-per-batch", "12", "--redo"]):
+        out = embedded.call("run", path, *flags)
+        texts.append([json.loads(line)["token_ids"] for line in out.splitlines()])
+    assert texts[0] == texts[1]
+
+
+def test_a_broken_line_is_named_and_nothing_is_stored(embedded: Machine, home: Path) -> None:
+    path = Path(write(home, lines(20)))
+    content = path.read_text().splitlines()
+    content[16] = content[16][:-5]
+    path.write_text("\n".join(content) + "\n")
+    for command in (["submit", str(path)], ["run", str(path)]):
+        complaint = embedded.complaint(*command, code=2)
+        assert "line 17: " in complaint
+    assert embedded.call("list", "--json") == ""
+
+
+def test_a_prompt_that_cannot_run_fails_alone(embedded: Machine, home: Path) -> None:
+    path = write(
+        home, [{"prompt": "x" * 600, "max_tokens": 4}, {"prompt": "good", "max_tokens": 4, "ignore_eos": True}]
+    )
+    embedded.complaint("run", path, "-o", str(home / "out.jsonl"), code=5)
+    long, good = (json.loads(line) for line in (home / "out.jsonl").read_text().splitlines())
+    assert (long["status"], long["error"]["code"]) == ("failed", "context_length_exceeded")
+    assert "512" in long["error"]["message"]
+    assert (good["status"], good["completion_tokens"]) == ("completed", 4)
