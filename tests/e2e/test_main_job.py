@@ -211,11 +211,12 @@ def test_a_killed_worker_loses_nothing(embedded: Machine, home: Path) -> None:
 def test_an_interrupted_run_goes_on_and_makes_nothing_twice(embedded: Machine, home: Path) -> None:
     count = 60
     path = write(home, lines(count, max_tokens=64))
-    first = embedded.start("run", path, "--max-requests-per-batch", "4", "-o", str(home / "out.jsonl"))
     with closing(embedded.store()) as store:
+        store.prepare()
+        first = embedded.start("run", path, "--max-requests-per-batch", "4", "-o", str(home / "out.jsonl"))
 
         def answered() -> int:
-            found = store.batches() if (home / "batchjobs.sqlite3").exists() else []
+            found = store.batches()
             return found[0].counts.completed if found else 0
 
         eventually(lambda: answered() >= 6, "six answers are stored", PATIENCE)

@@ -1,0 +1,122 @@
+"""What Redis lacks is put back, whatever happened to it; what SQL does not give away is left alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batchjobs.errors import ConnectionFailed
+from batchjobs.queue import JobQueue
+from batchjobs.reconcile import Reconciled, reconcile
+from batchjobs.types import BatchStatus, Priority
+from tests.support.batches import FOREVER, GONE, claim, create, finish, request, submit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from batchjobs.store import Store
+    from tests.support.redis import RedisServer
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[JobQueue]:
+    queue = JobQueue(redis_url)
+    yield queue
+    queue.close()
+
+
+def test_a_submission_without_redis_is_queued_later(store: Store, queue: JobQueue) -> None:
+    high, low = submit(store, 8, queue=Priority.HIGH), submit(store, 4, queue=Priority.LOW)
+    assert reconcile(store, queue) == Reconciled(queued=3)
+    assert queue.queues[Priority.HIGH].job_ids == [f"{high}-0", f"{high}-1"]
+    assert queue.queues[Priority.LOW].job_ids == [f"{low}-0"]
+    assert reconcile(store, queue) == Reconciled()
+
+
+def test_a_flushed_redis_is_filled_again(store: Store, queue: JobQueue, redis_server: RedisServer) -> None:
+    batch_id = submit(store, 40)
+    reconcile(store, queue)
+    before = queue.queues[Priority.DEFAULT].job_ids
+    redis_server.flush()
+    assert reconcile(store, queue).queued == 10
+    assert queue.queues[Priority.DEFAULT].job_ids == before == [f"{batch_id}-{n}" for n in range(10)]
+
+
+def test_only_what_is_claimable_is_queued(store: Store, queue: JobQueue) -> None:
+    loading = create(store)
+    store.add_requests(loading, [request(0)])
+    batch_id = submit(store, 16)
+    claim(store, batch_id, 0, ttl=FOREVER)
+    claim(store, batch_id, 1, ttl=GONE)
+    finish(store, claim(store, batch_id, 2))
+    assert reconcile(store, queue).queued == 2
+    assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-1", f"{batch_id}-3"]
+
+
+def test_shards_of_a_dead_worker_in_a_cancelled_batch_get_their_outcomes(store: Store, queue: JobQueue) -> None:
+    batch_id = submit(store, 8)
+    lease = claim(store, batch_id, 0, ttl=FOREVER)
+    store.cancel_batch(batch_id)
+    assert reconcile(store, queue) == Reconciled()
+    store.renew([lease], GONE)
+    assert reconcile(store, queue) == Reconciled(swept=4)
+    assert store.batch(batch_id).status == BatchStatus.CANCELLED
+
+
+def test_entries_that_sql_refuses_can_hide_missing_ones_only_until_a_thorough_run(
+    store: Store, queue: JobQueue
+) -> None:
+    cancelled = submit(store, 8)
+    reconcile(store, queue)
+    store.cancel_batch(cancelled)
+    batch_id = submit(store, 8)
+    assert reconcile(store, queue) == Reconciled()
+    assert reconcile(store, queue, thorough=True) == Reconciled(queued=2)
+    assert queue.queues[Priority.DEFAULT].job_ids[2:] == [f"{batch_id}-0", f"{batch_id}-1"]
+
+
+def test_a_shard_claimed_while_it_looks_is_not_queued(
+    store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = submit(store, 8)
+    look = queue.missing
+
+    def look_and_be_overtaken(shards: list) -> list:  # type: ignore[type-arg]
+        found = look(shards)
+        claim(store, batch_id, 0)
+        return found
+
+    monkeypatch.setattr(queue, "missing", look_and_be_overtaken)
+    assert reconcile(store, queue).queued == 1
+    assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-1"]
+
+
+def test_while_another_process_is_at_it_nothing_is_queued(store: Store, queue: JobQueue, redis_url: str) -> None:
+    submit(store, 8)
+    other = JobQueue(redis_url)
+    with other.reconciling() as mine:
+        assert mine
+        assert reconcile(store, queue) == Reconciled()
+    assert reconcile(store, queue).queued == 2
+    other.close()
+
+
+def test_without_redis_cancelled_shards_are_swept_all_the_same(
+    store: Store, queue: JobQueue, redis_server: RedisServer
+) -> None:
+    batch_id = submit(store, 4)
+    lease = claim(store, batch_id)
+    store.cancel_batch(batch_id)
+    store.renew([lease], GONE)
+    redis_server.kill()
+    with pytest.raises(ConnectionFailed):
+        reconcile(store, queue)
+    assert store.batch(batch_id).status == BatchStatus.CANCELLED
+
+
+def test_pages_are_walked_to_the_end(store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchjobs.reconcile._PAGE", 3)
+    batch_id = submit(store, 40)
+    assert reconcile(store, queue).queued == 10
+    assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-{n}" for n in range(10)]

@@ -1,0 +1,326 @@
+"""How much a worker takes, and from whom it takes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchjobs.errors import ConnectionFailed
+from batchjobs.types import Endpoint, Lease, Priority, Request, ShardId
+from tests.support.stub_engine import StubEngine
+from workers.engine.requests import EngineStats
+from workers.holdings import Holdings
+from workers.intake import Intake, encode
+from workers.outcomes import Outcomes
+from workers.rq_worker import QueueView
+from workers.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from batchjobs.store import WorkerFigures
+
+
+def shard(number: int) -> ShardId:
+    return ShardId("B", number)
+
+
+class FakeLoop:
+    def __init__(self) -> None:
+        self.engine = StubEngine()
+        self.running = self.waiting = 0
+        self.ticked_at = time.monotonic()
+        self.added: list[Any] = []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self.running,
+            waiting=self.waiting,
+            kv_usage_ratio=0.0,
+            prompt_tokens=0,
+            generated_tokens=0,
+            preemptions=0,
+            steps=0,
+            ticked_at=self.ticked_at,
+        )
+
+    def add(self, request: Any, on_finish: Any) -> None:
+        self.added.append(request)
+
+    def cancel(self, request_id: Any) -> None:
+        pass
+
+
+class FakeRq:
+    name = "w1"
+
+    def __init__(self) -> None:
+        self.queued: list[ShardId] = []
+        self.idle_others = 0
+        self.is_away = False
+        self.started: list[ShardId] = []
+        self.dropped: list[ShardId] = []
+        self.given_back: list[ShardId] = []
+        self.adopted: list[ShardId] = []
+        self.pops: list[int] = []
+
+    def look(self) -> QueueView:
+        if self.is_away:
+            raise ConnectionFailed("Redis is away")
+        return QueueView(depths=(0, len(self.queued), 0), idle_others=self.idle_others, suspended=False)
+
+    def pop(self, count: int, view: QueueView) -> list[ShardId]:
+        self.pops.append(count)
+        taken, self.queued = self.queued[:count], self.queued[count:]
+        return taken
+
+    def start(self, shards: Iterable[ShardId]) -> None:
+        self.started += shards
+
+    def drop(self, shards: Iterable[ShardId]) -> None:
+        self.dropped += shards
+
+    def put_back(self, shards: Iterable[ShardId]) -> None:
+        self.queued = [*shards, *self.queued]
+
+    def give_back(self, shards: Iterable[ShardId]) -> None:
+        self.given_back += shards
+
+    def adopt(self, shards: Iterable[tuple[ShardId, Priority]]) -> None:
+        self.adopted += [each for each, _ in shards]
+
+    def end(self, shard: ShardId, ending: Any) -> None:
+        pass
+
+
+class FakeStore:
+    """Gives away every shard but the refused ones; each has ``size`` requests."""
+
+    def __init__(self) -> None:
+        self.size = 8
+        self.refused: set[ShardId] = set()
+        self.ready: list[ShardId] = []
+        self.released: list[ShardId] = []
+        self.is_away = False
+        self.beats: list[WorkerFigures] = []
+        self.renewed = 0
+
+    def claim(self, shards: Sequence[ShardId], worker: str, ttl_seconds: float) -> list[Lease]:
+        if self.is_away:
+            raise ConnectionFailed("the database is away")
+        return [Lease(each, 1, 1) for each in shards if each not in self.refused]
+
+    def claimable(self, limit: int) -> list[tuple[ShardId, Priority]]:
+        return [(each, Priority.DEFAULT) for each in self.ready[:limit]]
+
+    def pending_requests(self, lease: Lease) -> list[Request]:
+        return [
+            Request(index=i, custom_id=str(i), endpoint=Endpoint.COMPLETIONS, body={"prompt": "p", "max_tokens": 1})
+            for i in range(self.size)
+        ]
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        self.released += [lease.shard for lease in leases]
+
+    def beat(self, name: str, figures: WorkerFigures) -> bool:
+        self.beats.append(figures)
+        return True
+
+    def renew(self, leases: Sequence[Lease], ttl_seconds: float) -> set[ShardId]:
+        self.renewed += 1
+        return {lease.shard for lease in leases}
+
+
+class FakeRecorder:
+    backlog = 0
+
+    def put(self, lease: Lease, completion: Any) -> None:
+        pass
+
+
+class Parts:
+    """An intake whose passes the test makes itself, for an engine of 64 requests and shards of 8."""
+
+    def __init__(self) -> None:
+        self.loop, self.rq, self.store, self.recorder = FakeLoop(), FakeRq(), FakeStore(), FakeRecorder()
+        self.holdings = Holdings(self.loop, self.rq, unread_size=8)  # type: ignore[arg-type]
+        self.intake = Intake(
+            self.store,  # type: ignore[arg-type]
+            self.rq,  # type: ignore[arg-type]
+            self.loop,  # type: ignore[arg-type]
+            self.holdings,
+            self.recorder,  # type: ignore[arg-type]
+            Outcomes("w1", self.loop.engine),  # type: ignore[arg-type]
+            lease_seconds=15,
+            shard_size=8,
+            max_requests=64,
+        )
+
+    def settle(self) -> None:
+        """Passes until there is nothing more to do."""
+        while self.intake._pass() == 0.0:
+            self.loop.running = min(64, self.holdings.unfinished)
+            self.loop.waiting = len(self.loop.added) - self.loop.running
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def test_it_takes_enough_to_run_and_half_as_much_again(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(100)]
+    parts.settle()
+    assert parts.holdings.unfinished == 64 + 32
+    assert parts.rq.started == [shard(n) for n in range(12)]
+    assert len(parts.loop.added) == 96
+
+
+def test_a_small_engine_has_sixteen_in_waiting(parts: Parts) -> None:
+    small = Intake(
+        parts.store,  # type: ignore[arg-type]
+        parts.rq,  # type: ignore[arg-type]
+        parts.loop,  # type: ignore[arg-type]
+        parts.holdings,
+        parts.recorder,  # type: ignore[arg-type]
+        parts.intake._outcomes,
+        lease_seconds=15,
+        shard_size=8,
+        max_requests=4,
+    )
+    assert small._shortage() == 2
+
+
+def test_beside_an_idle_worker_it_takes_an_equal_part(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(6)]
+    parts.rq.idle_others = 2
+    assert parts.intake._pass() == 0.0
+    assert parts.rq.pops == [2]
+
+
+def test_a_starving_worker_takes_one_however_many_are_idle(parts: Parts) -> None:
+    parts.rq.queued = [shard(0)]
+    parts.rq.idle_others = 9
+    assert parts.intake._pass() == 0.0
+    assert parts.rq.started == [shard(0)]
+
+
+def test_one_that_runs_full_leaves_the_last_shard_to_an_idle_worker(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(9)]
+    parts.settle()
+    parts.loop.running, parts.loop.waiting = 64, 8
+    parts.rq.queued, parts.rq.idle_others = [shard(50)], 1
+    parts.intake.wake()
+    parts.settle()
+    assert parts.rq.queued == [shard(50)]
+
+
+def test_refused_shards_are_dropped_faster_and_faster(parts: Parts) -> None:  # a large batch was cancelled
+    parts.rq.queued = [shard(n) for n in range(1000)]
+    parts.store.refused = set(parts.rq.queued[:990])
+    parts.settle()
+    assert parts.rq.dropped == [shard(n) for n in range(990)]
+    assert len(parts.rq.pops) < 20
+    assert parts.rq.started == [shard(n) for n in range(990, 1000)]
+
+
+def test_a_surplus_that_came_along_is_given_back_in_order(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(40)]
+    parts.intake._probe = 32
+    assert parts.intake._pass() == 0.0
+    assert parts.rq.started == [shard(n) for n in range(4)]
+    assert parts.store.released == [shard(n) for n in range(4, 32)]
+    assert parts.rq.queued == [shard(n) for n in range(4, 40)]
+
+
+def test_without_the_database_popped_shards_go_back(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(3)]
+    parts.store.is_away = True
+    assert parts.intake._pass() > 0
+    assert parts.rq.queued == [shard(n) for n in range(3)]
+    assert len(parts.holdings) == 0
+
+
+def test_without_redis_it_takes_work_from_sql(parts: Parts) -> None:
+    parts.store.ready = [shard(n) for n in range(3)]
+    parts.rq.is_away = True
+    assert parts.intake._pass() == 0.0
+    assert sorted(parts.rq.adopted, key=lambda each: each.shard_no) == parts.store.ready
+    assert len(parts.holdings) == 3
+
+
+def test_with_too_many_outcomes_unstored_it_takes_nothing(parts: Parts) -> None:
+    parts.rq.queued = [shard(0)]
+    parts.recorder.backlog = 5000
+    parts.settle()
+    assert parts.rq.queued == [shard(0)]
+
+
+def test_what_was_not_begun_goes_to_an_idle_worker_when_the_queue_is_empty(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(9)]
+    parts.settle()
+    parts.loop.running, parts.loop.waiting, parts.rq.idle_others = 64, 8, 1
+    parts.intake._share_at = 0.0
+    parts.intake.wake()
+    parts.settle()
+    assert parts.rq.given_back == parts.store.released == [shard(8)]
+    assert parts.holdings.unfinished == 64
+
+
+def test_chats_and_prompts_are_encoded_each_in_its_way() -> None:
+    engine: Any = StubEngine()
+    chat = Request(
+        index=0,
+        custom_id="c",
+        endpoint=Endpoint.CHAT,
+        body={"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"enable_thinking": False}},
+    )
+    text = Request(index=1, custom_id="t", endpoint=Endpoint.COMPLETIONS, body={"prompt": "hi"})
+    ids = Request(index=2, custom_id="i", endpoint=Endpoint.COMPLETIONS, body={"prompt": [5, 6]})
+    assert encode(engine, chat) == encode(engine, text) == (104, 105)
+    assert encode(engine, ids) == (5, 6)
+
+
+class TestUpkeep:
+    @pytest.fixture
+    def upkeep(self, parts: Parts) -> Upkeep:
+        return Upkeep(
+            parts.store,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            parts.rq,  # type: ignore[arg-type]
+            parts.loop,  # type: ignore[arg-type]
+            parts.holdings,
+            lease_seconds=15,
+            heartbeat_seconds=3,
+            stall_seconds=60,
+        )
+
+    def test_a_heartbeat_carries_figures_and_renews(self, parts: Parts, upkeep: Upkeep) -> None:
+        parts.holdings.take(Lease(shard(0), 1, 1))
+        parts.loop.running = 3
+        upkeep.keep_leases()
+        (figures,) = parts.store.beats
+        assert (figures.state, figures.running, figures.waiting) == ("busy", 3, 5)
+        assert parts.store.renewed == 1
+
+    def test_heartbeats_stop_while_the_engine_hangs(
+        self, parts: Parts, upkeep: Upkeep, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        parts.holdings.take(Lease(shard(0), 1, 1))
+        parts.loop.running, parts.loop.ticked_at = 3, time.monotonic() - 61
+        upkeep.keep_leases()
+        upkeep.keep_leases()
+        upkeep.keep_rq()  # the stub would raise: it has no flush
+        assert parts.store.beats == []
+        assert parts.store.renewed == 0
+        assert caplog.text.count("the engine has not moved for 61 s") == 1
+        parts.loop.ticked_at = time.monotonic()
+        upkeep.keep_leases()
+        assert parts.store.renewed == 1
+
+    def test_an_idle_engine_may_be_silent(self, parts: Parts, upkeep: Upkeep) -> None:
+        parts.loop.ticked_at = time.monotonic() - 1000
+        upkeep.keep_leases()
+        assert [figures.state for figures in parts.store.beats] == ["idle"]

@@ -1,0 +1,307 @@
+"""The small parts of a worker, one by one."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchjobs.errors import BatchjobsError, ConnectionFailed
+from batchjobs.store import Recorded
+from batchjobs.types import Completion, FinishReason, Lease, RequestStatus, ShardId
+from tests.support.stub_engine import StubEngine
+from tests.support.waiting import eventually
+from workers.holdings import Holdings, request_id
+from workers.logs import LineFormatter
+from workers.outage import LONGEST_PAUSE_SECONDS, Outage
+from workers.outcomes import Outcomes
+from workers.periodic import Periodic
+from workers.recorder import MAX_ROWS, Recorder
+from workers.rq_states import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+LEASE = Lease(ShardId("B", 0), fence=1, attempt=1)
+
+
+class FakeLoop:
+    def __init__(self) -> None:
+        self.cancelled: list[Hashable] = []
+
+    def cancel(self, request_id: Hashable) -> None:
+        self.cancelled.append(request_id)
+
+
+class FakeRq:
+    def __init__(self) -> None:
+        self.ended: list[tuple[ShardId, Ending]] = []
+
+    def end(self, shard: ShardId, ending: Ending) -> None:
+        self.ended.append((shard, ending))
+
+
+class FakeStore:
+    """Fails as often as told, then stores."""
+
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+        self.rows: dict[int, Completion] = {}
+        self.sizes: list[int] = []
+        self.refused: set[int] = set()
+        self.total = 0
+
+    def record(self, records: Sequence[tuple[Lease, Completion]]) -> Recorded:
+        if self.failures:
+            raise self.failures.pop()
+        for _, completion in records:
+            if completion.index in self.refused:
+                raise ValueError(f"row {completion.index} is refused")
+        self.sizes.append(len(records))
+        self.rows |= {completion.index: completion for _, completion in records}
+        done = [LEASE.shard] if self.total and len(self.rows) == self.total else []
+        return Recorded(done=done, stale=[])
+
+
+def answer(index: int) -> Completion:
+    return Completion(index=index, status=RequestStatus.COMPLETED, finish_reason=FinishReason.STOP)
+
+
+@pytest.fixture
+def loop() -> FakeLoop:
+    return FakeLoop()
+
+
+@pytest.fixture
+def rq() -> FakeRq:
+    return FakeRq()
+
+
+@pytest.fixture
+def holdings(loop: FakeLoop, rq: FakeRq) -> Holdings:
+    holdings = Holdings(loop, rq, unread_size=64)  # type: ignore[arg-type]
+    holdings.take(LEASE)
+    return holdings
+
+
+class TestHoldings:
+    def test_a_shard_counts_as_full_until_it_was_read(self, holdings: Holdings) -> None:
+        assert holdings.unfinished == 64
+        holdings.fill(LEASE, [0, 1, 2])
+        assert holdings.unfinished == 3
+
+    def test_each_request_finishes_once(self, holdings: Holdings) -> None:
+        holdings.fill(LEASE, [0, 1])
+        assert holdings.finish(LEASE, 0)
+        assert not holdings.finish(LEASE, 0)
+        assert not holdings.finish(LEASE, 7)
+        assert holdings.unfinished == 1
+
+    def test_what_is_done_is_told_to_rq(self, holdings: Holdings, rq: FakeRq) -> None:
+        holdings.done(LEASE.shard)
+        holdings.done(LEASE.shard)
+        assert rq.ended == [(LEASE.shard, Ending.SUCCESS)]
+        assert len(holdings) == 0
+
+    def test_a_lost_lease_ends_its_sequences_and_takes_no_more_outcomes(
+        self, holdings: Holdings, loop: FakeLoop, rq: FakeRq
+    ) -> None:
+        holdings.fill(LEASE, [0, 1, 2])
+        holdings.finish(LEASE, 1)
+        holdings.lose(LEASE)
+        assert loop.cancelled == [request_id(LEASE, 0), request_id(LEASE, 2)]
+        assert not holdings.finish(LEASE, 0)
+        assert not holdings.wants(LEASE, 0)
+        assert rq.ended == [(LEASE.shard, Ending.LOST)]
+
+    def test_a_second_claim_of_a_shard_ends_the_first(self, holdings: Holdings, loop: FakeLoop) -> None:
+        holdings.fill(LEASE, [0])
+        again = Lease(LEASE.shard, fence=2, attempt=2)
+        holdings.take(again)
+        assert loop.cancelled == [request_id(LEASE, 0)]
+        assert holdings.leases == [again]
+        assert not holdings.finish(LEASE, 0)
+
+    def test_a_refused_renewal_of_a_finished_shard_is_left_to_the_recorder(self, holdings: Holdings) -> None:
+        holdings.fill(LEASE, [0])
+        holdings.finish(LEASE, 0)
+        holdings.lose_unless_finished(LEASE)
+        assert holdings.has(LEASE)
+
+    def test_a_refused_renewal_of_an_unfinished_shard_loses_it(self, holdings: Holdings) -> None:
+        holdings.lose_unless_finished(LEASE)
+        assert not holdings.has(LEASE)
+
+    def test_cancelling_is_repeated_for_what_slipped_through(self, holdings: Holdings, loop: FakeLoop) -> None:
+        holdings.fill(LEASE, [0, 1])
+        for _ in range(2):
+            holdings.cancel(set(), {("B", 1), ("another", 0)})
+        assert loop.cancelled == [request_id(LEASE, 1)] * 2
+        assert holdings.wants(LEASE, 0)
+        assert not holdings.wants(LEASE, 1)
+        holdings.cancel({"B"}, set())
+        assert not holdings.wants(LEASE, 0)
+        assert holdings.finish(LEASE, 0), "a cancelled request still gets its outcome"
+
+    def test_only_a_shard_that_was_not_begun_can_be_spared(self, holdings: Holdings, loop: FakeLoop) -> None:
+        assert holdings.spare(100) is None, "not read yet"
+        holdings.fill(LEASE, [0, 1])
+        assert holdings.spare(1) is None, "one of its two requests runs"
+        assert holdings.spare(2) == LEASE
+        assert loop.cancelled == [request_id(LEASE, 0), request_id(LEASE, 1)]
+        holdings.take(LEASE)
+        holdings.fill(LEASE, [0, 1])
+        holdings.finish(LEASE, 0)
+        assert holdings.spare(2) is None, "one of its requests is done"
+
+
+class TestRecorder:
+    @pytest.fixture
+    def store(self) -> FakeStore:
+        return FakeStore()
+
+    @pytest.fixture
+    def recorder(self, store: FakeStore, holdings: Holdings) -> Recorder:
+        outcomes = Outcomes("w1", StubEngine())  # type: ignore[arg-type]
+        return Recorder(store, holdings, outcomes)  # type: ignore[arg-type]
+
+    def test_rows_share_transactions(self, recorder: Recorder, store: FakeStore) -> None:
+        for index in range(600):
+            recorder.put(LEASE, answer(index))
+        recorder.start()
+        assert recorder.stop(10) == 0
+        assert len(store.rows) == 600
+        assert store.sizes == [MAX_ROWS, MAX_ROWS, 600 - 2 * MAX_ROWS]
+
+    def test_an_outage_keeps_the_rows(
+        self, recorder: Recorder, store: FakeStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store.failures = [ConnectionFailed("the database is away")] * 3
+        recorder.put(LEASE, answer(0))
+        recorder.start()
+        eventually(lambda: store.rows, "the row is stored")
+        recorder.stop(1)
+        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert warnings == ["recording outcomes failed, trying again: the database is away"]
+
+    def test_it_gives_up_when_its_time_is_over_and_says_what_is_lost(
+        self, recorder: Recorder, store: FakeStore
+    ) -> None:
+        store.failures = [ConnectionFailed("the database is away")] * 1000
+        for index in range(3):
+            recorder.put(LEASE, answer(index))
+        recorder.start()
+        assert recorder.stop(0.2) == 3
+        assert store.rows == {}
+
+    def test_a_refused_row_fails_alone_with_the_reason(self, recorder: Recorder, store: FakeStore) -> None:
+        class Refusing(FakeStore):
+            def record(self, records: Sequence[tuple[Lease, Completion]]) -> Recorded:
+                if any(c.index == 5 and c.status == RequestStatus.COMPLETED for _, c in records):
+                    raise ValueError("no fives")
+                return super().record(records)
+
+        recorder._store = refusing = Refusing()  # type: ignore[assignment]
+        for index in range(10):
+            recorder.put(LEASE, answer(index))
+        recorder.start()
+        recorder.stop(5)
+        assert sorted(refusing.rows) == list(range(10))
+        error = refusing.rows[5].error
+        assert error is not None
+        assert (error.code, error.message) == ("result_not_stored", "the database refused the answer: no fives")
+        assert refusing.rows[5].worker == "w1"
+        assert all(c.status == RequestStatus.COMPLETED for i, c in refusing.rows.items() if i != 5)
+
+    def test_a_row_that_can_never_be_stored_lets_its_shard_go(
+        self, recorder: Recorder, store: FakeStore, holdings: Holdings
+    ) -> None:
+        store.refused = {1}
+        for index in range(3):
+            recorder.put(LEASE, answer(index))
+        recorder.start()
+        assert recorder.stop(5) == 0
+        assert sorted(store.rows) == [0, 2]
+        assert not holdings.has(LEASE)
+
+    def test_a_finished_shard_leaves_the_holdings(
+        self, recorder: Recorder, store: FakeStore, holdings: Holdings, rq: FakeRq
+    ) -> None:
+        store.total = 2
+        holdings.fill(LEASE, [0, 1])
+        recorder.put(LEASE, answer(0))
+        recorder.put(LEASE, answer(1))
+        recorder.start()
+        recorder.stop(5)
+        assert rq.ended == [(LEASE.shard, Ending.SUCCESS)]
+
+
+class TestOutage:
+    def test_it_is_said_once_and_pauses_grow_to_a_limit(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "batchjobs")
+        outage = Outage("writing")
+        pauses = [outage.failed(ConnectionFailed("away")) for _ in range(12)]
+        outage.over()
+        outage.over()
+        assert pauses[0] <= 0.15
+        assert 0.5 * LONGEST_PAUSE_SECONDS <= pauses[-1] <= 1.5 * LONGEST_PAUSE_SECONDS
+        said = [record.getMessage() for record in caplog.records]
+        assert said == ["writing failed, trying again: away", "writing works again after 0 s"]
+        assert outage.failed(ConnectionFailed("again")) <= 0.15
+
+
+class TestPeriodic:
+    def test_waking_makes_it_act_at_once(self) -> None:
+        calls: list[int] = []
+        thread = Periodic("counting", 3600, lambda: calls.append(1))
+        thread.start()
+        eventually(lambda: len(calls) == 1, "it acts when it starts")
+        thread.wake()
+        eventually(lambda: len(calls) == 2, "it acts when woken")
+        thread.stop(5)
+        assert not thread.is_alive()
+
+    def test_an_outage_is_tried_again_and_a_bug_ends_the_thread(self) -> None:
+        errors: list[Exception] = [KeyError("a bug"), BatchjobsError("away"), ConnectionFailed("away")]
+
+        def act() -> None:
+            raise errors.pop()
+
+        thread = Periodic("failing", 0.01, act)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert isinstance(thread.failure, KeyError)
+        assert errors == []
+
+    def test_stopping_one_that_was_never_started_is_harmless(self) -> None:
+        Periodic("idle", 1, lambda: None).stop()
+
+
+class TestLog:
+    @pytest.fixture
+    def log(self) -> Any:
+        stream = io.StringIO()
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(LineFormatter())
+        logger = logging.Logger("test")
+        logger.addHandler(handler)
+        return logger, stream
+
+    def test_one_line_an_event_with_its_time_in_utc(self, log: Any) -> None:
+        logger, stream = log
+        logger.info("claimed shard %s", "B-0")
+        assert stream.getvalue().endswith("Z INFO claimed shard B-0\n")
+        assert len(stream.getvalue().splitlines()) == 1
+
+    def test_control_characters_are_shown(self, log: Any) -> None:  # A-sec-02
+        logger, stream = log
+        try:
+            raise ValueError("\x1b]0;pwned\x07")
+        except ValueError:
+            logger.exception("name %s", "\x1b[2J\x9b31m\nsecond line")
+        for character in "\x1b\x07\x9b":
+            assert character not in stream.getvalue()
+        assert "name \\x1b[2J\\x9b31m\\nsecond line" in stream.getvalue()

@@ -1,0 +1,1 @@
+"""What runs on a GPU node: the worker daemon and its engine."""

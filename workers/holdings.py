@@ -1,0 +1,185 @@
+"""The shards that this worker holds, and what follows in the engine and in RQ when that changes.
+
+A request is *unfinished* until its outcome went to the recorder. A lease is held until its shard is done, given back or
+lost; outcomes under a lease that is not held (any more) are dropped, because another worker may be making them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from workers.rq_states import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from batchjobs.types import Lease, ShardId
+    from workers.engine.loop import EngineLoop
+    from workers.rq_worker import RqWorker
+
+log = logging.getLogger("batchjobs.worker")
+
+
+@dataclass(slots=True)
+class _Held:
+    lease: Lease
+    unfinished: set[int] | None = None  # None until its requests have been read
+    size: int = 0
+    cancelled: set[int] = field(default_factory=set)
+    is_cancelled: bool = False
+    is_stopped: bool = False
+
+
+def request_id(lease: Lease, index: int) -> Hashable:
+    """The engine's name for a request. The fence makes a second claim of the same shard a different one."""
+    return (lease.shard.batch_id, lease.shard.shard_no, lease.fence, index)
+
+
+class Holdings:
+    """Thread-safe. ``unread_size`` is the guess for the size of a shard whose requests have not been read yet."""
+
+    def __init__(self, loop: EngineLoop, rq: RqWorker, *, unread_size: int) -> None:
+        self._loop = loop
+        self._rq = rq
+        self._unread_size = unread_size
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a shard is held no more, for whoever tells Redis."""
+        self._held: dict[ShardId, _Held] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def leases(self) -> list[Lease]:
+        with self._lock:
+            return [held.lease for held in self._held.values()]
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that the engine has or will have."""
+        with self._lock:
+            sizes = (self._unread_size if h.unfinished is None else len(h.unfinished) for h in self._held.values())
+            return sum(sizes)
+
+    # Taking and finishing
+
+    def take(self, lease: Lease) -> None:
+        """A claim succeeded. If this worker held the shard before, under a lease that ran out, that one is lost."""
+        with self._lock:
+            former = self._held.get(lease.shard)
+        if former is not None:
+            self.lose(former.lease)
+        with self._lock:
+            self._held[lease.shard] = _Held(lease)
+
+    def fill(self, lease: Lease, indices: Iterable[int]) -> None:
+        """The shard's requests without an outcome have been read."""
+        with self._lock:
+            if held := self._find(lease):
+                held.unfinished = set(indices)
+                held.size = len(held.unfinished)
+
+    def has(self, lease: Lease) -> bool:
+        with self._lock:
+            return self._find(lease) is not None
+
+    def wants(self, lease: Lease, index: int) -> bool:
+        """Whether the request is still to be run; False once it was cancelled or its lease lost."""
+        with self._lock:
+            held = self._find(lease)
+            return held is not None and not held.is_cancelled and index not in held.cancelled
+
+    def finish(self, lease: Lease, index: int) -> bool:
+        """A request has its outcome. False: nobody wants it, the lease is lost."""
+        with self._lock:
+            held = self._find(lease)
+            if held is None or held.unfinished is None or index not in held.unfinished:
+                return False
+            held.unfinished.discard(index)
+            return True
+
+    def done(self, shard: ShardId) -> None:
+        """SQL has every outcome of the shard."""
+        with self._lock:
+            held = self._held.pop(shard, None)
+        if held is not None:
+            self._rq.end(shard, Ending.STOPPED if held.is_stopped else Ending.SUCCESS)
+            self.on_end()
+            log.info("finished shard %s", shard)
+
+    def lose(self, lease: Lease) -> None:
+        """Somebody else may hold the shard by now: its sequences end, and nothing of them is written."""
+        with self._lock:
+            held = self._find(lease)
+            if held is None:
+                return
+            del self._held[lease.shard]
+        for index in held.unfinished or ():
+            self._loop.cancel(request_id(lease, index))
+        self._rq.end(lease.shard, Ending.LOST)
+        self.on_end()
+        log.warning("lost the lease of shard %s (attempt %d)", lease.shard, lease.attempt)
+
+    def lose_unless_finished(self, lease: Lease) -> None:
+        """A renewal was refused. With all outcomes made, the recorder will learn whether the shard is done or lost."""
+        with self._lock:
+            held = self._find(lease)
+            finished = held is not None and held.unfinished is not None and not held.unfinished
+        if not finished:
+            self.lose(lease)
+
+    def spare(self, waiting: int) -> Lease | None:
+        """Lets go of the shard taken last, if the engine, which begins with the oldest, has not begun any of it:
+        ``waiting`` is the number of requests that it has not begun. The caller releases the lease."""
+        with self._lock:
+            held = next(reversed(self._held.values()), None)
+            if held is None or held.unfinished is None or not 0 < len(held.unfinished) == held.size <= waiting:
+                return None
+            del self._held[held.lease.shard]
+        for index in held.unfinished:
+            self._loop.cancel(request_id(held.lease, index))
+        return held.lease
+
+    def give_back(self) -> list[Lease]:
+        """Lets go of everything; the caller releases the leases."""
+        with self._lock:
+            leases = [held.lease for held in self._held.values()]
+            self._held.clear()
+        return leases
+
+    # Cancelling
+
+    def cancel(self, batch_ids: set[str], requests: set[tuple[str, int]]) -> None:
+        """Ends what was asked to be cancelled. Called again with the same, it cancels what slipped through."""
+        cancelled: list[Hashable] = []
+        with self._lock:
+            for held in self._held.values():
+                batch_id = held.lease.shard.batch_id
+                unfinished = held.unfinished or set()
+                held.is_cancelled |= batch_id in batch_ids
+                held.cancelled |= {index for batch, index in requests if batch == batch_id}
+                ending = unfinished if held.is_cancelled else unfinished & held.cancelled
+                cancelled += [request_id(held.lease, index) for index in ending]
+        for each in cancelled:
+            self._loop.cancel(each)
+
+    def stop(self, shard: ShardId) -> None:
+        """RQ's command to stop a job: its unfinished requests are cancelled."""
+        with self._lock:
+            held = self._held.get(shard)
+            if held is None:
+                return
+            held.is_cancelled = held.is_stopped = True
+            unfinished = set(held.unfinished or ())
+        log.info("stopping shard %s by a command", shard)
+        for index in unfinished:
+            self._loop.cancel(request_id(held.lease, index))
+
+    def _find(self, lease: Lease) -> _Held | None:
+        held = self._held.get(lease.shard)
+        return held if held is not None and held.lease == lease else None

@@ -1,0 +1,279 @@
+"""Claims shards ahead of the engine's need, reads their requests and tokenises them, in a thread of its own.
+
+As much is held in waiting as fills half of the engine again, so that it never starves; not more, so that other workers
+get their share. While some of them are idle, one that has enough takes no more than an equal part of the queue, and
+where the queue is empty, it gives back what its engine has not begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import random
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from batchjobs.errors import BatchjobsError, ConnectionFailed, InvalidParameter
+from batchjobs.text import plural, shortened
+from batchjobs.types import Endpoint, RequestError
+from workers.engine.loop import EngineStopped
+from workers.engine.requests import EngineRequest, PromptError
+from workers.holdings import request_id
+from workers.outage import Outage
+from workers.recorder import MAX_BACKLOG
+
+if TYPE_CHECKING:
+    from batchjobs.store import Store
+    from batchjobs.types import Completion, Lease, Request, ShardId
+    from workers.engine.engine import Engine
+    from workers.engine.loop import EngineLoop
+    from workers.engine.requests import EngineOutput
+    from workers.holdings import Holdings
+    from workers.outcomes import Outcomes
+    from workers.recorder import Recorder
+    from workers.rq_worker import RqWorker
+
+log = logging.getLogger("batchjobs.worker")
+
+POLL_SECONDS = 0.5
+MIN_AHEAD = 16
+SHARE_SECONDS = 1.0
+MAX_PROBE = 128
+"""Shards taken at once while SQL refuses all of them, as after the cancellation of a large batch."""
+
+
+class Intake(threading.Thread):
+    """Fills the engine until stopped."""
+
+    def __init__(
+        self,
+        store: Store,
+        rq: RqWorker,
+        loop: EngineLoop,
+        holdings: Holdings,
+        recorder: Recorder,
+        outcomes: Outcomes,
+        *,
+        lease_seconds: float,
+        shard_size: int,
+        max_requests: int,
+    ) -> None:
+        super().__init__(name="intake", daemon=True)
+        self.failure: BaseException | None = None
+        self.is_suspended = False
+        self._store = store
+        self._rq = rq
+        self._loop = loop
+        self._holdings = holdings
+        self._recorder = recorder
+        self._outcomes = outcomes
+        self._lease_seconds = lease_seconds
+        self._requests_a_shard = float(shard_size)
+        self._max_requests = max_requests
+        self._ahead = max(MIN_AHEAD, math.ceil(max_requests / 2))
+        self._unread: deque[Lease] = deque()
+        self._probe = 1
+        self._empty_until = 0.0
+        self._redis_away_until = 0.0
+        self._share_at = 0.0
+        self._woken = threading.Event()
+        self._stopping = threading.Event()
+        self._sql = Outage("claiming work")
+        self._redis = Outage("taking shards from Redis")
+
+    def wake(self) -> None:
+        """There is something new in the queue."""
+        self._empty_until = 0.0
+        self._redis_away_until = 0.0
+        self._share_at = 0.0
+        self._woken.set()
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends after the request in progress."""
+        self._stopping.set()
+        self._woken.set()
+        if self.is_alive():
+            self.join(timeout)
+
+    def run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._woken.clear()
+                pause = self._pass()
+                if pause and not self._stopping.is_set():
+                    self._woken.wait(pause)
+        except BaseException as error:  # noqa: BLE001  the main thread reports it
+            self.failure = error
+
+    def _pass(self) -> float:
+        """One look, and what follows from it. Returns for how long there is nothing to do."""
+        try:
+            found = self._read() if self._unread else self._claim(self._shortage())
+            if not found:
+                self._share()
+        except BatchjobsError as error:
+            return self._sql.failed(error)
+        self._sql.over()
+        return 0.0 if found else POLL_SECONDS
+
+    def _shortage(self) -> int:
+        """How many shards are missing until enough requests wait."""
+        if self._recorder.backlog > MAX_BACKLOG:
+            return 0
+        waiting = self._holdings.unfinished - self._loop.stats().running
+        return max(0, math.ceil((self._ahead - waiting) / self._requests_a_shard))
+
+    # Claiming
+
+    def _claim(self, wanted: int) -> bool:
+        if not wanted or time.monotonic() < self._empty_until:
+            return False
+        if time.monotonic() < self._redis_away_until:
+            return self._claim_without_redis(wanted)
+        try:
+            popped = self._pop(wanted)
+        except ConnectionFailed as error:
+            self._redis_away_until = time.monotonic() + self._redis.failed(error)
+            return self._claim_without_redis(wanted)
+        self._redis.over()
+        if not popped:
+            self._empty_until = time.monotonic() + POLL_SECONDS
+            return False
+        try:
+            leases = self._store.claim(popped, self._rq.name, self._lease_seconds)
+        except BatchjobsError:
+            with contextlib.suppress(ConnectionFailed):
+                self._rq.put_back(popped)
+            raise
+        leases.sort(key=lambda lease: popped.index(lease.shard))  # the order of the queues
+        self._probe = 1 if leases else min(2 * self._probe, MAX_PROBE)
+        self._settle(popped, leases, wanted)
+        return True
+
+    def _pop(self, wanted: int) -> list[ShardId]:
+        view = self._rq.look()
+        if view.suspended != self.is_suspended:
+            log.info("suspended by `rq suspend`" if view.suspended else "resumed by `rq resume`")
+            self.is_suspended = view.suspended
+        if view.suspended:
+            return []
+        share = view.depth // (1 + view.idle_others)
+        is_starving = self._holdings.unfinished < self._max_requests
+        count = min(wanted, max(share, 1) if is_starving else share)
+        return self._rq.pop(max(count, self._probe), view) if count else []
+
+    def _settle(self, popped: list[ShardId], leases: list[Lease], wanted: int) -> None:
+        """Keeps what is wanted of what was claimed, and lets the rest go."""
+        kept, surplus = leases[:wanted], leases[wanted:]
+        claimed = {lease.shard for lease in leases}
+        for lease in kept:
+            self._holdings.take(lease)
+            self._unread.append(lease)
+        if surplus:
+            self._store.release(surplus)
+        try:
+            self._rq.start(lease.shard for lease in kept)
+            self._rq.drop(shard for shard in popped if shard not in claimed)
+            self._rq.put_back(lease.shard for lease in surplus)
+        except ConnectionFailed as error:  # SQL has them as ours; the next heartbeat shows them, the next look repairs
+            self._redis.failed(error)
+
+    def _claim_without_redis(self, wanted: int) -> bool:
+        """SQL is the truth: while Redis is away or full, work is taken from it directly. Of what is oldest some are
+        chosen by chance, because other workers are choosing too."""
+        found = self._store.claimable(8 * wanted)
+        chosen = dict(random.sample(found, min(wanted, len(found))))
+        leases = self._store.claim(list(chosen), self._rq.name, self._lease_seconds)
+        for lease in leases:
+            self._holdings.take(lease)
+            self._unread.append(lease)
+        self._rq.adopt((lease.shard, chosen[lease.shard]) for lease in leases)
+        return bool(leases)
+
+    def _share(self) -> None:
+        """Gives a shard that only waits here to another worker that has nothing to do."""
+        waiting = self._loop.stats().waiting
+        if not waiting or time.monotonic() < self._share_at:
+            return
+        self._share_at = time.monotonic() + SHARE_SECONDS
+        try:
+            view = self._rq.look()
+            if view.suspended or view.depth or not view.idle_others:
+                return
+            lease = self._holdings.spare(waiting)
+            if lease is not None:
+                self._store.release([lease])
+                self._rq.give_back([lease.shard])
+                log.info("gave shard %s, not begun here, to a worker that is idle", lease.shard)
+        except ConnectionFailed as error:
+            log.debug("did not share: %s", error)  # nothing depends on it; others say what is wrong
+
+    # Reading and tokenising
+
+    def _read(self) -> bool:
+        """Reads the requests of the shard claimed first, and hands them to the engine one by one."""
+        lease = self._unread[0]
+        if not self._holdings.has(lease):  # lost while the database was away
+            self._unread.popleft()
+            return True
+        requests = self._store.pending_requests(lease)
+        self._unread.popleft()
+        self._requests_a_shard += 0.2 * (max(1, len(requests)) - self._requests_a_shard)
+        self._holdings.fill(lease, [request.index for request in requests])
+        if not requests:
+            self._holdings.lose(lease)
+        log.info("claimed shard %s (%s, attempt %d)", lease.shard, plural(len(requests), "request"), lease.attempt)
+        for request in requests:
+            if self._stopping.is_set():
+                break
+            self._submit(lease, request)
+        return True
+
+    def _submit(self, lease: Lease, request: Request) -> None:
+        if not self._holdings.wants(lease, request.index):
+            self._record(lease, self._outcomes.cancelled(lease, request.index))
+            return
+        try:
+            prompt_ids = encode(self._loop.engine, request)
+            engine_request = EngineRequest(request_id(lease, request.index), prompt_ids, request.sampling)
+        except (PromptError, InvalidParameter) as error:
+            code = error.code if isinstance(error, PromptError) else "invalid_request"
+            self._fail(lease, request.index, code, str(error))
+        except Exception as error:  # noqa: BLE001  whatever a tokenizer does with this text, it is this request's alone
+            log.error("request %d of shard %s cannot be tokenised: %r", request.index, lease.shard, error)
+            self._fail(lease, request.index, "tokenization_failed", shortened(f"{type(error).__name__}: {error}", 300))
+        else:
+            self._add(lease, request.index, engine_request)
+
+    def _add(self, lease: Lease, index: int, request: EngineRequest) -> None:
+        try:
+            self._loop.add(request, partial(self._on_finish, lease, index))
+        except EngineStopped:  # the main thread has seen it too, and gives everything back
+            self._stopping.set()
+
+    def _fail(self, lease: Lease, index: int, code: str, message: str) -> None:
+        self._record(lease, self._outcomes.failed(lease, index, RequestError(code=code, message=message)))
+
+    def _on_finish(self, lease: Lease, index: int, output: EngineOutput) -> None:
+        """Runs in the engine's thread."""
+        self._record(lease, self._outcomes.of(output, lease, index))
+        self._woken.set()
+
+    def _record(self, lease: Lease, completion: Completion) -> None:
+        if self._holdings.finish(lease, completion.index):
+            self._recorder.put(lease, completion)
+
+
+def encode(engine: Engine, request: Request) -> tuple[int, ...]:
+    """The request's prompt as token ids.
+
+    Raises:
+        PromptError: It cannot be run.
+    """
+    if request.endpoint == Endpoint.CHAT:
+        return engine.encode_chat(request.body["messages"], request.body.get("chat_template_kwargs") or {})
+    return engine.encode_prompt(request.body["prompt"])

@@ -1,0 +1,145 @@
+"""Writes outcomes to SQL from a thread of its own, in batches.
+
+Rows are kept until SQL has them or refuses them for good. They are bounded by what the worker holds, and it claims
+nothing while many wait. A commit whose outcome is unknown is simply run again: the store sees to it that a second time
+changes nothing. Only what SQL has is reported as done.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from batchjobs.errors import BatchjobsError
+from batchjobs.text import shortened
+from batchjobs.types import Completion, Lease, RequestError
+from workers.outage import Outage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchjobs.store import Store
+    from workers.holdings import Holdings
+    from workers.outcomes import Outcomes
+
+log = logging.getLogger("batchjobs.worker")
+
+MAX_ROWS = 256
+MAX_DELAY_SECONDS = 0.2
+MAX_BACKLOG = 2048
+"""More rows than this waiting, and the worker claims nothing more."""
+
+NOT_STORED = "result_not_stored"
+"""The error code of a request whose answer the database refused."""
+
+_IDLE_SECONDS = 0.1
+
+Record = tuple[Lease, Completion]
+
+
+class Recorder(threading.Thread):
+    """Takes completions from any thread; tells the holdings which shards are done or lost."""
+
+    def __init__(self, store: Store, holdings: Holdings, outcomes: Outcomes) -> None:
+        super().__init__(name="recorder", daemon=True)
+        self.failure: BaseException | None = None
+        self._store = store
+        self._holdings = holdings
+        self._outcomes = outcomes
+        self._queue: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._writing: list[Record] = []
+        self._outage = Outage("recording outcomes")
+        self._stopping = threading.Event()
+        self._give_up_at = float("inf")
+
+    def put(self, lease: Lease, completion: Completion) -> None:
+        """Quick, and never blocks: the engine's thread calls it."""
+        self._queue.put((lease, completion))
+
+    @property
+    def backlog(self) -> int:
+        """Rows that SQL does not have yet."""
+        return self._queue.qsize() + len(self._writing)
+
+    def stop(self, seconds: float) -> int:
+        """Writes what is left, for at most ``seconds``. Returns how many rows could not be written."""
+        self._give_up_at = time.monotonic() + seconds
+        self._stopping.set()
+        if self.is_alive():
+            self.join(seconds + 1)
+        return self.backlog
+
+    def run(self) -> None:
+        try:
+            while not (self._stopping.is_set() and self._queue.empty()):
+                self._writing = self._collect()
+                if self._writing and not self._persist(self._writing):
+                    return
+                self._writing = []
+        except BaseException as error:  # noqa: BLE001  the main thread reports it
+            self.failure = error
+
+    def _collect(self) -> list[Record]:
+        """One row at least, where there is one; then what comes within a moment, so that rows share a transaction."""
+        rows: list[Record] = []
+        deadline = time.monotonic() + _IDLE_SECONDS
+        while len(rows) < MAX_ROWS:
+            try:
+                left = deadline - time.monotonic()
+                rows.append(self._queue.get(timeout=left) if left > 0 else self._queue.get_nowait())
+            except queue.Empty:
+                break
+            if len(rows) == 1 and not self._stopping.is_set():
+                deadline = time.monotonic() + MAX_DELAY_SECONDS
+        return rows
+
+    def _persist(self, rows: Sequence[Record]) -> bool:
+        """Writes the rows, however often it takes. False: the time is up."""
+        while True:
+            try:
+                self._write(rows)
+            except BatchjobsError as error:
+                pause = self._outage.failed(error)
+                if time.monotonic() + pause > self._give_up_at:
+                    return False
+                if self._stopping.is_set():
+                    time.sleep(pause)
+                else:
+                    self._stopping.wait(pause)
+            except Exception as error:  # noqa: BLE001  SQL refuses a row, whatever its reason
+                return self._isolate(rows, error)
+            else:
+                self._outage.over()
+                return True
+
+    def _write(self, rows: Sequence[Record]) -> None:
+        recorded = self._store.record(rows)
+        leases = {lease.shard: lease for lease, _ in rows}
+        for shard in recorded.stale:
+            self._holdings.lose(leases[shard])
+        for shard in recorded.done:
+            self._holdings.done(shard)
+
+    def _isolate(self, rows: Sequence[Record], error: Exception) -> bool:
+        """One row that SQL refuses must not keep the others out: halves are tried until it stands alone. Then its
+        request fails with the reason; where even that is refused, the shard is let go."""
+        if len(rows) > 1:
+            half = len(rows) // 2
+            return self._persist(rows[:half]) and self._persist(rows[half:])
+        (lease, refused), reason = rows[0], _reason(error)
+        log.error("the database refused the outcome of request %d of shard %s: %s", refused.index, lease.shard, reason)
+        if refused.error is not None and refused.error.code == NOT_STORED:
+            self._holdings.lose(lease)
+            return True
+        problem = RequestError(code=NOT_STORED, message=f"the database refused the answer: {reason}")
+        return self._persist([(lease, self._outcomes.failed(lease, refused.index, problem))])
+
+
+def _reason(error: BaseException) -> str:
+    """What the driver said: the errors wrapped around it repeat the statement with all its values."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return shortened(str(error) or type(error).__name__, 300)
