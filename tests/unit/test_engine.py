@@ -272,3 +272,20 @@ def test_models_that_cannot_be_used_are_refused_in_a_sentence(not_a_model: Path,
         Engine(str(llama), EngineConfig(device="tpu-of-dreams"))
     with pytest.raises(UsageError, match="page_size must be 1 or more"):
         EngineConfig(page_size=0)
+
+
+def test_a_shared_prefix_is_computed_once_and_changes_nothing(llama: Path) -> None:
+    shared = [random.Random(9).randrange(3, VOCAB_SIZE) for _ in range(18)]
+    asked = [[*shared, 5, 6], [*shared, 7], [*shared[:9], 8], shared[:16], [3, 4]]
+    plain = make(llama, allow_block_sharing=False)
+    alone = [plain.generate([prompt], GREEDY)[0] for prompt in asked]
+    engine = make(llama)
+    outputs = [engine.generate([prompt], GREEDY)[0] for prompt in asked]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+    for output, expected in zip(outputs, alone, strict=True):
+        assert output.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert {o.cached_tokens for o in alone} == {0}
+    # Pages of 4 tokens, and one token at least is computed: 16 of 20 and of 19, 8 of 10, 12 of 16.
+    assert [o.cached_tokens for o in outputs] == [0, 16, 8, 12, 0]
+    assert engine.stats().prompt_tokens == sum(len(p) for p in asked) - 36
+    assert engine.pool.free == engine.pool.capacity

@@ -18,6 +18,7 @@ class EngineConfig:
         dtype: ``auto`` (float32 on a CPU, the checkpoint's own elsewhere), ``float32``, ``bfloat16`` or ``float16``.
         page_size: Tokens in one page of the KV cache.
         num_blocks: Pages in the KV cache; None takes a share of the free memory.
+        allow_block_sharing: Reuse the pages of prompts that begin alike.
         max_batch_tokens: Rows of one packed step at most: longer prompts are prefilled in chunks.
         max_requests_per_batch: Sequences that run at the same time at most.
         max_model_len: Tokens of prompt and answer together at most; None takes the model's own limit.
@@ -31,6 +32,7 @@ class EngineConfig:
     dtype: str = "auto"
     page_size: int = 16
     num_blocks: int | None = None
+    allow_block_sharing: bool = True
     max_batch_tokens: int = 2048
     max_requests_per_batch: int = 64
     max_model_len: int | None = None

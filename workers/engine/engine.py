@@ -54,7 +54,7 @@ class Engine:
         self.runner = Runner(loaded, self.config, self.max_model_len)
         self.prompts = PromptEncoder(loaded.tokenizer, self.vocab_size)
         self.vocabulary = Vocabulary(loaded.tokenizer)
-        self.pool = PagePool(self.runner.num_pages, self.config.page_size)
+        self.pool = PagePool(self.runner.num_pages, self.config.page_size, sharing=self.config.allow_block_sharing)
         self.scheduler = Scheduler(
             self.pool,
             max_batch_tokens=self.config.max_batch_tokens,
@@ -153,7 +153,7 @@ class Engine:
         self.scheduler.computed(plan)
         drawing = [part.sequence for part in plan if part.samples]
         self._steps += 1
-        self._prompt_tokens += len(batch.input_ids) - len(drawing)
+        self._prompt_tokens += sum(part.prompt_tokens for part in plan)
         if not drawing:
             return []
         draws = draw_tokens(logits, drawing)

@@ -3,13 +3,14 @@
 Strategy: decode rows first, then prefill chunks in the order of admission, inside ``max_batch_tokens``. Waiting
 sequences are admitted first come first served while a slot is free and the pages for their prompt and the expected
 share of their answer are; the share is learned from finished requests. When pages run out in the middle, the sequence
-admitted last gives its pages back and waits at the front: its tokens are computed again later, none is lost.
+admitted last gives its pages back and waits at the front: its tokens are computed again later, none is lost. A sequence
+whose beginning is in the cache starts behind it.
 
 Invariants:
 - One sequence alone always fits (checked when it is added), and the oldest running one is never preempted: so every
   step computes something, and nothing waits for ever.
 - The work of a step depends on the running sequences, never on the length of the queue.
-- Every page is held by a running sequence or free.
+- Only running sequences hold pages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from batchjobs.types import FinishReason
-from workers.engine.pages import PagePool
+from workers.engine.pages import PagePool, Prefix
 from workers.engine.sequence import Sequence
 
 SHARE_MEMORY = 0.95  # weight of the past in the learned share of max_tokens that answers really use
@@ -32,6 +33,11 @@ class Scheduled:
     sequence: Sequence
     first: int
     count: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of its tokens are the prompt's."""
+        return max(0, min(self.count, self.sequence.prompt_len - self.first))
 
     @property
     def samples(self) -> bool:
@@ -86,6 +92,7 @@ class Scheduler:
         """The step of this plan has written its keys and values."""
         for part in plan:
             part.sequence.computed += part.count
+            self._register_full_pages(part.sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it held."""
@@ -118,14 +125,36 @@ class Scheduler:
             if sequence.is_finished:  # cancelled while it waited
                 self.waiting.popleft()
                 continue
-            need = self._expected_pages(sequence)
+            prefix = self._known_prefix(sequence)
+            need = self._expected_pages(sequence) - sum(map(self.pool.is_held, prefix.pages))
             if need > spare and self.running:
                 return
             self.waiting.popleft()
-            sequence.slot = self._free_slots.pop()
-            sequence.start()
-            self.running.append(sequence)
+            self._start_running(sequence, prefix)
             spare -= need
+
+    def _known_prefix(self, sequence: Sequence) -> Prefix:
+        """Of its tokens one at least is left to compute: its logits are needed."""
+        return self.pool.find(sequence.tokens[:-1])
+
+    def _start_running(self, sequence: Sequence, prefix: Prefix) -> None:
+        self.pool.hold(prefix.pages)
+        sequence.pages = prefix.pages
+        sequence.chain, sequence.registered = prefix.node, len(prefix.pages)
+        sequence.computed = len(prefix.pages) * self.pool.page_size
+        if sequence.started is None:
+            sequence.cached_tokens = sequence.computed
+        sequence.slot = self._free_slots.pop()
+        sequence.start()
+        self.running.append(sequence)
+
+    def _register_full_pages(self, sequence: Sequence) -> None:
+        size = self.pool.page_size
+        while (sequence.registered + 1) * size <= sequence.computed:
+            start = sequence.registered * size
+            tokens = tuple(sequence.tokens[start : start + size])
+            sequence.chain = self.pool.register(sequence.pages[sequence.registered], sequence.chain, tokens)
+            sequence.registered += 1
 
     def _expected_pages(self, sequence: Sequence) -> int:
         """Pages that the sequence will probably take beside those it holds."""

@@ -1,7 +1,8 @@
 """One request's live state inside the engine.
 
 Invariants:
-- ``computed`` tokens have their keys and values in ``pages``; a step raises it, preemption sets it back to 0.
+- ``computed`` tokens have their keys and values in ``pages``; a step or a prefix that is found raises it, preemption
+  sets it back to 0.
 - A token is sampled exactly when ``computed`` catches up with ``len(tokens)``: decode, chunked prefill and resuming
   after preemption are this one rule.
 - ``logprobs``, ``times`` and (when asked for) ``top_logprobs`` grow together with the generated tokens.
@@ -25,6 +26,8 @@ class Sequence:
     """Mutable; owned by the scheduler and touched between steps only."""
 
     __slots__ = (
+        "cached_tokens",
+        "chain",
         "computed",
         "error",
         "finish_reason",
@@ -32,6 +35,7 @@ class Sequence:
         "logprobs",
         "pages",
         "prompt_len",
+        "registered",
         "request",
         "seed",
         "slot",
@@ -62,6 +66,9 @@ class Sequence:
         self.stop_matcher = stop_matcher
         self.computed = 0
         self.pages: list[int] = []
+        self.chain = 0  # node of the last page that is in the prefix tree
+        self.registered = 0  # leading pages that are in the tree, or whose twins are
+        self.cached_tokens = 0  # prompt tokens that were there when the sequence first ran
         self.slot = -1  # index among the running sequences; -1 while waiting
         self.logprobs: list[float] = []
         self.times: list[float] = []
@@ -134,7 +141,7 @@ class Sequence:
             token_times=tuple(self.times),
             top_logprobs=top,
             prompt_tokens=self.prompt_len,
-            cached_tokens=0,
+            cached_tokens=self.cached_tokens,
             started_at=self.started_at,
             first_token_at=self.started_at + timedelta(seconds=self.times[0]) if self.times else None,
             finished_at=self.started_at + timedelta(seconds=self.times[-1] if self.times else now),
