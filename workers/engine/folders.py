@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from batchjobs.errors import UsageError
+
 
 def cache_folder() -> Path:
-    """``BATCHJOBS_CACHE``, or ``batchjobs`` in the user's cache folder; made private when it is new."""
+    """``BATCHJOBS_CACHE``, else ``~/.cache/batchjobs``; it may not exist yet. Raises UsageError without a home."""
     chosen = os.environ.get("BATCHJOBS_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchjobs"
-    folder = Path(chosen).expanduser() if chosen else base
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+    try:
+        return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "batchjobs"
+    except RuntimeError:
+        raise UsageError("there is no home folder; set BATCHJOBS_CACHE to a folder of your own") from None

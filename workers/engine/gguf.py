@@ -35,7 +35,9 @@ def converted(file: Path) -> Path:
 
 def has_room(file: Path) -> bool:
     """Whether the cache's disk can take the converted model."""
-    return shutil.disk_usage(cache_folder()).free > 2 * GROWTH * file.stat().st_size
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return shutil.disk_usage(folder).free > 2 * GROWTH * file.stat().st_size
 
 
 def _convert(file: Path, folder: Path) -> None:
