@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchjobs.queue import JobQueue
 from batchjobs.store import Store
 
 if TYPE_CHECKING:
+    from batchjobs.queue import JobQueue
     from batchjobs.settings import Settings
 
 
@@ -36,9 +36,11 @@ def connect_queue(settings: Settings) -> JobQueue:
         ConnectionFailed: It cannot be reached or started.
         UsageError: It is too old, or set to evict keys.
     """
+    from batchjobs.queue import JobQueue  # here, because commands that only read need neither redis nor rq
+
     if settings.redis_url is not None:
         return JobQueue(settings.redis_url)
-    from batchjobs.embedded import EmbeddedRedis  # here, because a server of one's own needs none of it
+    from batchjobs.embedded import EmbeddedRedis
 
     server = EmbeddedRedis(settings.home)
     try:
