@@ -33,7 +33,7 @@ run: $(VENV)/.worker
 	$(BIN)/batchjobs sql "$$(cat examples/tokens.sql)"
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from batchjobs.cli.worker import chosen_model
 @click.option("--model", "-m", help="Folder, hub id or .gguf file.")
 @click.option("--dtype", default="float32", help="float32 (default), bfloat16, float16 or auto.")
 @click.option("--baseline", "baselines", multiple=True, help="Measure this beside it: transformers.")
+@click.option("--rounds", type=click.IntRange(1), default=3, help="How often each system takes its turn; default: 3.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; default: torch's choice.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
@@ -22,6 +23,7 @@ def bench_command(
     model: str | None,
     dtype: str,
     baselines: tuple[str, ...],
+    rounds: int,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -33,4 +35,12 @@ def bench_command(
         raise click.ClickException(
             f"measuring needs the Python package {error.name}; install it with `pip install 'batchjobs[worker]'`"
         ) from None
-    bench(workload=workload, model=name, dtype=dtype, baselines=baselines, threads=threads, as_json=as_json)
+    bench(
+        workload=workload,
+        model=name,
+        dtype=dtype,
+        baselines=baselines,
+        rounds=rounds,
+        threads=threads,
+        as_json=as_json,
+    )

@@ -9,6 +9,8 @@ from tests.support.models import recomputed_logprobs, smollm2, solo_greedy
 from workers.engine import Engine, EngineConfig, EngineRequest, SamplingParams
 from workers.engine.models import locate
 
+pytestmark = pytest.mark.xdist_group("smollm2")  # one model in memory
+
 QUESTIONS = [
     "Compose a short travel note about a visit to a harbour town, with its food and its people.",
     "Draft an email that asks a colleague for feedback on a quarterly report. Keep it short.",
