@@ -1,0 +1,57 @@
+"""Every SQL statement of batchjobs, behind one class.
+
+| module | what |
+| --- | --- |
+| batches | how a batch comes in: create, add requests, open, discard, pause |
+| progress | how far batches are |
+| leases | who may work on a shard: claim, renew, release |
+| outcomes | record: completions, exactly once |
+| cancelling | what nobody holds is cancelled at once |
+| reading | results as a stream, single requests, free queries |
+| workers | workers and model versions |
+"""
+
+from __future__ import annotations
+
+from batchjobs import schema
+from batchjobs.database import Database
+from batchjobs.store.batches import BatchPart
+from batchjobs.store.cancelling import CancelPart
+from batchjobs.store.errors import DuplicateCustomId
+from batchjobs.store.leases import LeasePart
+from batchjobs.store.outcomes import OutcomePart
+from batchjobs.store.progress import ProgressPart
+from batchjobs.store.reading import ReadingPart
+from batchjobs.store.records import Recorded, StoredResult, WorkerFigures, WorkerInfo, WorkerRow
+from batchjobs.store.workers import WorkerPart
+
+__all__ = ["DuplicateCustomId", "Recorded", "Store", "StoredResult", "WorkerFigures", "WorkerInfo", "WorkerRow"]
+
+
+class Store(BatchPart, ProgressPart, LeasePart, OutcomePart, CancelPart, ReadingPart, WorkerPart):
+    """The store of batches, requests and outcomes, on SQLite or PostgreSQL. Thread-safe.
+
+    Args:
+        url: ``sqlite:///path`` or ``postgresql://user:password@host:port/name``. Opened at the first use.
+
+    Raises:
+        UsageError: The address is of no use.
+        ConnectionFailed: From any method: the database cannot be reached, or went away; the call may be made again.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._database = Database(url)
+
+    @property
+    def url_without_password(self) -> str:
+        return self._database.url_without_password
+
+    def prepare(self) -> None:
+        """Makes the tables where there are none, upgrades a SQLite file, and refuses a database of another version."""
+        schema.prepare(self._database)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.url_without_password!r})"

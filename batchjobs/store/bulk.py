@@ -1,0 +1,84 @@
+"""Inserts: many rows at once by executemany on SQLite and COPY on PostgreSQL, and single ones that may be there."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Table
+    from sqlalchemy.engine import Connection
+
+
+class ConflictError(Exception):
+    """A row of that key is there already. The transaction is of no more use."""
+
+
+def insert_rows(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Inserts rows that are not there yet, with a value for every column, JSON and instants as text.
+
+    Nothing is skipped on a conflict: callers look first what is there, under a lock that keeps it so.
+
+    Raises:
+        ConflictError: A row meets a unique constraint.
+    """
+    if not rows:
+        return
+    if connection.dialect.name == "sqlite":
+        _insert_many(connection, table, rows)
+    else:
+        _copy(connection, table, rows)
+
+
+def _insert_many(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    try:
+        connection.exec_driver_sql(_insert_statement(table), list(rows))
+    except IntegrityError as error:
+        raise ConflictError from error
+
+
+def _copy(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    from psycopg.errors import UniqueViolation
+
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    try:
+        with driver.cursor() as cursor, cursor.copy(_copy_statement(table)) as copy:
+            for row in rows:
+                copy.write_row(row)
+    except UniqueViolation as error:
+        raise ConflictError from error
+
+
+def insert_if_new(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """INSERT … ON CONFLICT DO NOTHING."""
+    if connection.dialect.name == "sqlite":
+        return sqlite.insert(table).on_conflict_do_nothing()
+    return postgresql.insert(table).on_conflict_do_nothing()
+
+
+def upsert(connection: Connection, table: Table, row: dict[str, Any]) -> postgresql.Insert | sqlite.Insert:
+    """INSERT … ON CONFLICT of the primary key DO UPDATE: the row as given, whatever was there."""
+    key = [column.name for column in table.primary_key]
+    if connection.dialect.name == "sqlite":
+        return sqlite.insert(table).values(row).on_conflict_do_update(index_elements=key, set_=row)
+    return postgresql.insert(table).values(row).on_conflict_do_update(index_elements=key, set_=row)
+
+
+@lru_cache
+def _insert_statement(table: Table) -> str:
+    return f"INSERT INTO {table.name} ({_columns(table)}) VALUES ({', '.join('?' for _ in table.columns)})"
+
+
+@lru_cache
+def _copy_statement(table: Table) -> str:
+    return f"COPY {table.name} ({_columns(table)}) FROM STDIN"
+
+
+def _columns(table: Table) -> str:
+    return ", ".join(f'"{column.name}"' for column in table.columns)

@@ -1,0 +1,34 @@
+"""Conditions that several statements share.
+
+Rows of one batch are found by a range of indexes between constants, never by a join or a list of indexes: PostgreSQL,
+which has no statistics yet on a batch of the last minute, would take it for tiny and read all of it each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from batchjobs.tables import shards
+
+# Written out, because the index on unfinished shards is only used for these very words.
+IS_UNFINISHED = sa.text("shards.state <> 'done'")
+# Shards are named batch by batch: SQLite reads the whole table where (batch_id, shard_no) is looked up in a list.
+IS_NAMED = sa.and_(
+    shards.c.batch_id == sa.bindparam("batch"), shards.c.shard_no.in_(sa.bindparam("numbers", expanding=True))
+)
+OUTCOMES = shards.c.completed + shards.c.failed + shards.c.cancelled + shards.c.expired
+"""How many of the shard's requests have one."""
+
+
+def in_range(table: sa.Table) -> sa.ColumnElement[bool]:
+    """The row is of ``batch`` and its index from ``first`` to ``last``, both included."""
+    is_between = table.c.index.between(sa.bindparam("first"), sa.bindparam("last"))
+    return sa.and_(table.c.batch_id == sa.bindparam("batch"), is_between)
+
+
+def free_at(seconds: Any) -> sa.ColumnElement[bool]:
+    """Nobody holds the shard at that time: it is ready, or its lease ran out."""
+    ran_out = sa.and_(shards.c.state == "leased", shards.c.lease_until <= seconds)
+    return sa.or_(shards.c.state == "ready", ran_out)

@@ -1,0 +1,138 @@
+"""Leases: which worker may write a shard's outcomes, and until when.
+
+The fence of a shard grows with every claim and never shrinks. A lease is its holder's as long as the shard is leased
+under the same fence, even past its end, until somebody else claims the shard or closes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from batchjobs.clock import database_instant, database_seconds
+from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, free_at, in_range
+from batchjobs.store.locks import locked_shards, named
+from batchjobs.store.part import Part
+from batchjobs.store.rows import REQUEST_COLUMNS, request_of
+from batchjobs.tables import batches, completions, requests, shards
+from batchjobs.types import Lease, Priority, ShardId
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from sqlalchemy.engine import Connection
+
+    from batchjobs.types import Request
+
+
+class LeasePart(Part):
+    def claimable(self, limit: int, *, after: ShardId | None = None) -> list[tuple[ShardId, Priority]]:
+        """Shards that a worker could claim now, those of the oldest batch first; from behind ``after`` where given."""
+        start = after or ShardId("", -1)
+        parameters = {"limit": limit, "after_batch": start.batch_id, "after_shard": start.shard_no}
+        with self._database.reading() as connection:
+            rows = connection.execute(_CLAIMABLE, parameters)
+            return [(ShardId(row.batch_id, row.shard_no), Priority(row.queue)) for row in rows]
+
+    def claimable_count(self) -> int:
+        """How many shards a worker could claim now."""
+        with self._database.reading() as connection:
+            return connection.execute(_CLAIMABLE_COUNT).scalar_one()
+
+    def claim(self, wanted: Sequence[ShardId], worker: str, ttl_seconds: float) -> list[Lease]:
+        """Leases those of the shards that are claimable; of several workers that try at once, one gets each shard."""
+        if not wanted:
+            return []
+        with self._database.writing() as connection:
+            leases = [
+                Lease(ShardId(row.batch_id, row.shard_no), row.fence, row.attempts)
+                for parameters in named(wanted)
+                for row in connection.execute(_CLAIM, {**parameters, "worker": worker, "ttl": ttl_seconds})
+            ]
+        return sorted(leases, key=lambda lease: (lease.shard.batch_id, lease.shard.shard_no))
+
+    def pending_requests(self, lease: Lease) -> list[Request]:
+        """The requests of the shard that have no outcome, by index."""
+        with self._database.reading() as connection:
+            [parameters] = named([lease.shard])
+            limits = connection.execute(_LIMITS, parameters).one_or_none()
+            if limits is None:
+                return []
+            inside = {"batch": lease.shard.batch_id, "first": limits.first_index, "last": limits.last_index}
+            finished = set(connection.execute(_FINISHED, inside).scalars())
+            rows = connection.execute(_REQUESTS, inside)
+            return [request_of(row) for row in rows if row.index_ not in finished]
+
+    def renew(self, leases: Collection[Lease], ttl_seconds: float) -> set[ShardId]:
+        """Prolongs the leases, from now on. Returns the shards that are still ours; the others are lost."""
+        with self._database.writing() as connection:
+            held = _still_held(connection, leases)
+            for parameters in named(held):
+                connection.execute(_RENEW, {**parameters, "ttl": ttl_seconds})
+            return held
+
+    def release(self, leases: Collection[Lease]) -> None:
+        """Gives shards back in good order, which does not count as an attempt. Lost leases are passed over."""
+        with self._database.writing() as connection:
+            for parameters in named(_still_held(connection, leases)):
+                connection.execute(_RELEASE, parameters)
+
+
+def _still_held(connection: Connection, leases: Collection[Lease]) -> set[ShardId]:
+    rows = locked_shards(connection, [lease.shard for lease in leases])
+    states = {shard: (row.state, row.fence) for shard, row in rows.items()}
+    return {lease.shard for lease in leases if states.get(lease.shard) == ("leased", lease.fence)}
+
+
+_IS_CLAIMABLE = (
+    IS_UNFINISHED,
+    free_at(database_seconds()),
+    batches.c.submitted_at.is_not(None),
+    batches.c.cancel_requested_at.is_(None),
+    batches.c.paused_at.is_(None),
+)
+_CLAIMABLE = (
+    sa.select(shards.c.batch_id, shards.c.shard_no, batches.c.queue)
+    .join(batches, batches.c.id == shards.c.batch_id)
+    .where(*_IS_CLAIMABLE)
+    .where(
+        sa.tuple_(shards.c.batch_id, shards.c.shard_no)
+        > sa.tuple_(sa.bindparam("after_batch", type_=sa.Text), sa.bindparam("after_shard", type_=sa.Integer))
+    )
+    .order_by(shards.c.batch_id, shards.c.shard_no)
+    .limit(sa.bindparam("limit", type_=sa.Integer))
+)
+_CLAIMABLE_COUNT = (
+    sa.select(sa.func.count())
+    .select_from(shards)
+    .join(batches, batches.c.id == shards.c.batch_id)
+    .where(*_IS_CLAIMABLE)
+)
+# Rows that another claimer has locked are passed over: it gets them. The others are looked at again once locked.
+_FREE = (
+    sa.select(shards.c.shard_no)
+    .join(batches, batches.c.id == shards.c.batch_id)
+    .where(IS_NAMED, *_IS_CLAIMABLE)
+    .order_by(shards.c.shard_no)
+    .with_for_update(of=shards, skip_locked=True)
+    .cte("free")
+)
+_CLAIM = (
+    sa.update(shards)
+    .where(shards.c.batch_id == sa.bindparam("batch"), shards.c.shard_no.in_(sa.select(_FREE.c.shard_no)))
+    .values(
+        state="leased",
+        owner=sa.bindparam("worker"),
+        fence=shards.c.fence + 1,
+        attempts=shards.c.attempts + 1,
+        lease_until=database_seconds() + sa.bindparam("ttl", type_=sa.Double),
+        started_at=sa.func.coalesce(shards.c.started_at, database_instant()),
+    )
+    .returning(shards.c.batch_id, shards.c.shard_no, shards.c.fence, shards.c.attempts)
+)
+_RENEW = sa.update(shards).where(IS_NAMED).values(lease_until=database_seconds() + sa.bindparam("ttl", type_=sa.Double))
+_RELEASE = sa.update(shards).where(IS_NAMED).values(state="ready", attempts=shards.c.attempts - 1, lease_until=0)
+_LIMITS = sa.select(shards.c.first_index, shards.c.last_index).where(IS_NAMED)
+_FINISHED = sa.select(completions.c.index).where(in_range(completions))
+_REQUESTS = sa.select(*REQUEST_COLUMNS).where(in_range(requests)).order_by(requests.c.index)

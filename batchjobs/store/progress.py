@@ -1,0 +1,80 @@
+"""How far batches are. Counts are sums over shards, which carry them; completions are not looked at."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from batchjobs.errors import NotFound
+from batchjobs.store.part import Part, known, plain
+from batchjobs.tables import batch_progress, batches, completions
+from batchjobs.types import BatchInfo, BatchStatus, Counts, Priority, TokenCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy.engine import Connection, Row
+
+
+class ProgressPart(Part):
+    def batch(self, batch_id: str) -> BatchInfo:
+        with self._database.reading() as connection:
+            found = read_progress(connection, [known("batch", batch_id)])
+        if not found:
+            raise NotFound(f"no batch {batch_id!r}")
+        return found[0]
+
+    def batch_by_key(self, key: str) -> BatchInfo | None:
+        with self._database.reading() as connection:
+            query = sa.select(batches.c.id).where(batches.c.key == plain("the key", key))
+            found = read_progress(connection, connection.execute(query).scalars().all())
+        return found[0] if found else None
+
+    def batches(self, limit: int = 50) -> list[BatchInfo]:
+        """The newest batches, the newest first."""
+        with self._database.reading() as connection:
+            newest = sa.select(batches.c.id).order_by(batches.c.id.desc()).limit(limit)
+            return read_progress(connection, connection.execute(newest).scalars().all())
+
+    def failures(self, batch_id: str) -> dict[str, int]:
+        """How many requests failed for each reason, by error code, the most frequent first."""
+        code = sa.func.coalesce(completions.c.error["code"].as_string(), "unknown").label("code")
+        count = sa.func.count().label("requests")
+        query = (
+            sa.select(code, count)
+            # Written out, because the index on failed rows is only used for these very words.
+            .where(completions.c.batch_id == known("batch", batch_id), sa.text("status = 'failed'"))
+            .where(completions.c.choice == 0)
+            .group_by(code)
+            .order_by(count.desc(), code)
+        )
+        with self._database.reading() as connection:
+            return {row.code: row.requests for row in connection.execute(query)}
+
+
+def read_progress(connection: Connection, batch_ids: Sequence[str]) -> list[BatchInfo]:
+    """The newest first."""
+    view = batch_progress.c
+    query = sa.select(batch_progress).where(view.batch_id.in_(batch_ids)).order_by(view.batch_id.desc())
+    return [_info(row) for row in connection.execute(query)] if batch_ids else []
+
+
+def _info(row: Row[Any]) -> BatchInfo:
+    return BatchInfo(
+        id=row.batch_id,
+        name=row.name,
+        key=row.key,
+        model=row.model,
+        queue=Priority(row.queue),
+        status=BatchStatus(row.status),
+        paused=row.paused_at is not None,
+        counts=Counts(**{field.name: getattr(row, field.name) for field in fields(Counts)}),
+        tokens=TokenCounts(prompt=row.prompt_tokens, completion=row.completion_tokens),
+        shard_size=row.shard_size,
+        created_at=row.created_at,
+        submitted_at=row.submitted_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+    )

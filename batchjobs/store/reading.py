@@ -1,0 +1,194 @@
+"""Results, one by one or as a stream of any length, and free queries.
+
+A stream is read in pages of some megabytes, each found by the index of the last request before it and each a short
+transaction of its own: it takes the same memory for a million rows as for a thousand, holds up nobody, and may run
+while workers write.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import sqlalchemy as sa
+
+from batchjobs.clock import database_seconds
+from batchjobs.errors import NotFound
+from batchjobs.store.conditions import in_range
+from batchjobs.store.free_query import run_free_query
+from batchjobs.store.part import Part, known
+from batchjobs.store.records import StoredResult
+from batchjobs.store.rows import COMPLETION_COLUMNS, REQUEST_COLUMNS, completion_of, request_of
+from batchjobs.tables import batches, completions, requests, shards
+from batchjobs.types import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from datetime import datetime
+
+    from sqlalchemy.engine import Connection, Row
+
+    from batchjobs.types import Completion
+
+PAGE_ROWS = 500
+PAGE_BYTES = 8 * 2**20
+_FIRST_PAGE_ROWS = 50
+"""How long the rows are is only known after the first page."""
+
+
+class ReadingPart(Part):
+    def results(
+        self, batch_id: str, *, after_index: int = -1, only: str | Collection[str] | None = None
+    ) -> Iterator[StoredResult]:
+        """The requests of a batch with what became of them, in input order; one for each choice where ``n`` > 1.
+
+        Args:
+            after_index: Begins behind this request, to go on with an interrupted reading.
+            only: A state or several: queued, running, completed, failed, cancelled, expired.
+
+        Raises:
+            NotFound: There is no such batch.
+        """
+        with self._database.reading() as connection:
+            there = sa.select(batches.c.id).where(batches.c.id == known("batch", batch_id))
+            if connection.execute(there).first() is None:
+                raise NotFound(f"no batch {batch_id!r}")
+        states = {only} if isinstance(only, str) else only
+        if states is not None and set(states) == {RequestStatus.FAILED}:
+            return self._failed(batch_id, after_index)
+        return self._pages(batch_id, after_index, states)
+
+    def _pages(self, batch_id: str, after_index: int, only: Collection[str] | None) -> Iterator[StoredResult]:
+        limit = min(_FIRST_PAGE_ROWS, PAGE_ROWS)
+        while True:
+            with self._database.reading() as connection:
+                page = _read_page(connection, batch_id, after_index, limit)
+            if not page:
+                return
+            after_index = page[-1].request.index_
+            limit = _rows_in_a_page(page)
+            for found in page:
+                if only is None or found.state in only:
+                    yield from found.results()
+            del found, page  # before the next one comes
+
+    def _failed(self, batch_id: str, after_index: int) -> Iterator[StoredResult]:
+        """Few among many, mostly; they have an index of their own."""
+        while True:
+            with self._database.reading() as connection:
+                parameters = {"batch": batch_id, "after": after_index, "limit": PAGE_ROWS}
+                indexes = connection.execute(_FAILED_INDEXES, parameters).scalars().all()
+            if not indexes:
+                return
+            for after_index in indexes:
+                yield from self._all_choices(batch_id, after_index)
+
+    def _all_choices(self, batch_id: str, index: int) -> list[StoredResult]:
+        with self._database.reading() as connection:
+            page = _read_page(connection, batch_id, index - 1, 1)
+        return [result for found in page if found.request.index_ == index for result in found.results()]
+
+    def result(self, batch_id: str, index: int) -> StoredResult:
+        """One request; of several choices the first."""
+        found = self._all_choices(known("batch", batch_id), index) if 0 <= index < 2**63 else []
+        if not found:
+            raise NotFound(f"batch {batch_id!r} has no request {index}")
+        return found[0]
+
+    def result_by_custom_id(self, batch_id: str, custom_id: str) -> StoredResult:
+        """The same by the user's id, which must match exactly; a refused line yields to the accepted one."""
+        with self._database.reading() as connection:
+            parameters = {"batch": known("batch", batch_id), "custom_id": known("request", custom_id)}
+            index = connection.execute(_ACCEPTED, parameters).scalar()
+            if index is None:
+                index = connection.execute(_REFUSED, parameters).scalar()
+        if index is None:
+            raise NotFound(f"batch {batch_id!r} has no request {custom_id!r}")
+        return self.result(batch_id, index)
+
+    def select(
+        self, sql: str, limit: int | None = 1000, *, timeout_seconds: float = 60.0
+    ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+        """Runs one SELECT of the user, which can read everything and change nothing.
+
+        Returns:
+            The names of the columns, and the rows: at most ``limit`` (None: all), streamed.
+
+        Raises:
+            UsageError: The statement is wrong, would write, or takes longer than ``timeout_seconds``.
+        """
+        return run_free_query(self._database, sql, limit, timeout_seconds)
+
+
+class _Found(NamedTuple):
+    """A request with its completions, as rows whose JSON is text."""
+
+    created_at: datetime
+    request: Row[Any]
+    state: str
+    completions: list[Row[Any]]
+
+    def results(self) -> Iterator[StoredResult]:
+        request = request_of(self.request)
+        outcomes: Iterable[Completion | None] = map(completion_of, self.completions) if self.completions else [None]
+        for outcome in outcomes:
+            yield StoredResult(
+                batch_id=self.request.batch_id,
+                request=request,
+                state=self.state,
+                completion=outcome,
+                created_at=self.created_at,
+            )
+
+
+def _read_page(connection: Connection, batch_id: str, after_index: int, limit: int) -> list[_Found]:
+    created_at = connection.execute(_CREATED_AT, {"batch": batch_id}).scalar()
+    rows = connection.execute(_REQUESTS, {"batch": batch_id, "after": after_index, "limit": limit}).all()
+    if not rows or created_at is None:
+        return []
+    # Shards before completions: where a request ends in between, its completion is seen.
+    numbers = [row.shard_no for row in rows]
+    live = set(connection.execute(_LIVE, {"batch": batch_id, "first": min(numbers), "last": max(numbers)}).scalars())
+    inside = {"batch": batch_id, "first": rows[0].index_, "last": rows[-1].index_}
+    outcomes: defaultdict[int, list[Row[Any]]] = defaultdict(list)
+    for outcome in connection.execute(_COMPLETIONS, inside):
+        outcomes[outcome.index_].append(outcome)
+    waiting = {row.index_: "running" if row.shard_no in live else "queued" for row in rows}
+    states = {index: found[0].status for index, found in outcomes.items()}
+    return [_Found(created_at, r, states.get(r.index_, waiting[r.index_]), outcomes[r.index_]) for r in rows]
+
+
+def _rows_in_a_page(page: Sequence[_Found]) -> int:
+    rows = [row for found in page for row in (found.request, *found.completions)]
+    size = sum(len(value) for row in rows for value in row if isinstance(value, str))
+    return max(1, min(PAGE_ROWS, PAGE_BYTES * len(page) // size))
+
+
+_IN_BATCH = requests.c.batch_id == sa.bindparam("batch")
+_REQUESTS = (
+    sa.select(*REQUEST_COLUMNS)
+    .where(_IN_BATCH, requests.c.index > sa.bindparam("after"))
+    .order_by(requests.c.index)
+    .limit(sa.bindparam("limit", type_=sa.Integer))
+)
+_COMPLETIONS = (
+    sa.select(*COMPLETION_COLUMNS).where(in_range(completions)).order_by(completions.c.index, completions.c.choice)
+)
+_CREATED_AT = sa.select(batches.c.created_at).where(batches.c.id == sa.bindparam("batch"))
+_LIVE = sa.select(shards.c.shard_no).where(
+    shards.c.batch_id == sa.bindparam("batch"),
+    shards.c.shard_no.between(sa.bindparam("first"), sa.bindparam("last")),
+    shards.c.state == "leased",
+    shards.c.lease_until > database_seconds(),
+)
+# Written out, because the indexes on failed and on accepted rows are only used for these very words.
+_FAILED_INDEXES = (
+    sa.select(completions.c.index)
+    .where(completions.c.batch_id == sa.bindparam("batch"), completions.c.index > sa.bindparam("after"))
+    .where(sa.text("status = 'failed'"), completions.c.choice == 0)
+    .order_by(completions.c.index)
+    .limit(sa.bindparam("limit", type_=sa.Integer))
+)
+_HAS_ID = sa.and_(_IN_BATCH, requests.c.custom_id == sa.bindparam("custom_id"))
+_ACCEPTED = sa.select(requests.c.index).where(_HAS_ID, sa.text("NOT rejected"))
+_REFUSED = sa.select(requests.c.index).where(_HAS_ID).order_by(requests.c.index).limit(1)

@@ -1,0 +1,86 @@
+"""What the store hands out and takes in, beside the types of :mod:`batchjobs.types`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from batchjobs.types import Completion, Request, ShardId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResult:
+    """A request and what became of it.
+
+    ``state`` is queued, running, completed, failed, cancelled or expired; ``completion`` is there in the last four.
+    ``created_at`` is when the submission of the batch began.
+    """
+
+    batch_id: str
+    request: Request
+    state: str
+    completion: Completion | None
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What :meth:`Store.record` found: ``done`` shards have all their outcomes; for ``stale`` ones none was written."""
+
+    done: list[ShardId]
+    stale: list[ShardId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says of itself when it starts, and again when its model changes."""
+
+    name: str
+    host: str
+    pid: int
+    device: str
+    dtype: str
+    model: str
+    model_version: str
+    state: str = "starting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFigures:
+    """What a worker says with each heartbeat. Token counts and preemptions are totals since its start."""
+
+    state: str
+    running: int = 0
+    waiting: int = 0
+    kv_usage_ratio: float = 0.0
+    tokens_per_second: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow:
+    """A worker as ``batchjobs workers`` shows it. The age of its heartbeat is by the clock of the database."""
+
+    name: str
+    host: str
+    pid: int
+    device: str
+    dtype: str
+    model: str
+    model_version: str
+    state: str
+    running: int
+    waiting: int
+    kv_usage_ratio: float
+    tokens_per_second: float
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    started_at: datetime
+    stopped_at: datetime | None
+    heartbeat_age_seconds: float

@@ -1,0 +1,284 @@
+"""The migrations make what the store expects, on both databases."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import TYPE_CHECKING
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.script import ScriptDirectory
+
+from batchjobs import schema
+from batchjobs.database import Database
+from batchjobs.errors import BatchjobsError
+from batchjobs.store import Store
+from batchjobs.tables import VIEWS, metadata
+from tests.support.batches import submit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
+    yield database
+    database.close()
+
+
+def execute(url: str, *statements: str) -> None:
+    database = Database(url)
+    with database.writing() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+    database.close()
+
+
+class TestUpgrading:
+    def test_from_empty_to_the_newest(self, empty_database_url: str) -> None:
+        assert schema.current(empty_database_url) is None
+        schema.upgrade(empty_database_url)
+        assert schema.current(empty_database_url) == schema.head()
+        assert schema.check(empty_database_url) == []
+        schema.upgrade(empty_database_url)
+        assert schema.check(empty_database_url) == []
+
+    def test_down_to_nothing_and_up_again(self, database: Database, database_url: str) -> None:
+        with database.writing() as connection:
+            config = schema._alembic_config()
+            config.attributes["connection"] = connection
+            command.downgrade(config, "base")
+        with database.reading() as connection:
+            assert sa.inspect(connection).get_table_names() == ["alembic_version"]
+            assert sa.inspect(connection).get_view_names() == []
+        schema.upgrade(database_url)
+        assert schema.check(database_url) == []
+
+    def test_a_migration_that_fails_leaves_nothing(
+        self, empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: object, **options: object) -> None:
+            raise RuntimeError("in the middle")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("alembic.op.create_index", fail)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                schema.upgrade(empty_database_url)
+        database = Database(empty_database_url)
+        with database.reading() as connection:
+            assert sa.inspect(connection).get_table_names() == []
+        database.close()
+
+    def test_the_newest_revision_is_known_without_alembic(self) -> None:
+        assert schema.head() == ScriptDirectory.from_config(schema._alembic_config()).get_current_head()
+
+    @pytest.mark.parametrize("place", ["migrations", "batchjobs/_migrations"])
+    def test_a_checkout_and_a_wheel_keep_them_in_different_places(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    ) -> None:
+        shutil.copytree(ROOT / "migrations", tmp_path / place)
+        monkeypatch.setattr(schema, "__file__", str(tmp_path / "batchjobs" / "schema.py"))
+        url = f"sqlite:///{tmp_path / 'jobs.sqlite3'}"
+        schema.upgrade(url)
+        assert schema.current(url) == "0001"
+        shutil.rmtree(tmp_path / place)
+        with pytest.raises(BatchjobsError, match="install batchjobs again"):
+            schema.head()
+
+    def test_alembic_itself_finds_nothing_to_do(self, database_url: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "alembic", "-c", "migrations/alembic.ini", "check"],
+            cwd=ROOT,
+            env={**os.environ, "BATCHJOBS_DATABASE_URL": database_url},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, "No new upgrade operations detected."), done.stderr
+
+
+class TestChecking:
+    def test_differences_are_named(self, database_url: str) -> None:
+        execute(database_url, "DROP VIEW batch_progress", "ALTER TABLE batches ADD COLUMN extra TEXT")
+        assert schema.check(database_url) == [
+            "remove column: batches, batches.extra",
+            "missing view batch_progress",
+        ]
+
+    def test_an_empty_database_lacks_everything(self, empty_database_url: str) -> None:
+        found = schema.check(empty_database_url)
+        assert found[0] == f"revision none instead of {schema.head()}"
+        assert "add table: completions" in found
+        assert "missing view results" in found
+
+    def test_a_missing_column_of_a_view(self, database_url: str) -> None:
+        execute(
+            database_url, "DROP VIEW completion_tokens", "CREATE VIEW completion_tokens AS SELECT 1 AS position, 2 AS x"
+        )
+        assert "missing column completion_tokens.logprob" in schema.check(database_url)
+        assert "unknown column completion_tokens.x" in schema.check(database_url)
+
+
+class TestPreparing:
+    def test_an_empty_database_gets_its_tables(self, empty_database_url: str) -> None:
+        store = Store(empty_database_url)
+        store.prepare()
+        store.prepare()
+        assert store.batch(submit(store, 1)).counts.total == 1
+        store.close()
+
+    def test_several_at_once(self, empty_database_url: str) -> None:
+        start = Barrier(2)
+        code = (
+            "import sys; from batchjobs.store import Store; s = Store(sys.argv[1]); s.prepare(); s.batches(); s.close()"
+        )
+
+        def prepare(_: int) -> tuple[int, str]:
+            start.wait()
+            command = [sys.executable, "-W", "error", "-c", code, empty_database_url]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            return done.returncode, done.stderr
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(prepare, range(2))) == [(0, "")] * 2
+        assert schema.check(empty_database_url) == []
+
+    def test_threads_at_once(self, empty_database_url: str) -> None:
+        start = Barrier(4)
+
+        def prepare(_: int) -> None:
+            store = Store(empty_database_url)
+            start.wait()
+            store.prepare()
+            store.close()
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(prepare, range(4)))
+        assert schema.check(empty_database_url) == []
+
+    def test_a_newer_database_is_refused(self, database_url: str) -> None:
+        execute(database_url, "UPDATE alembic_version SET version_num = '9999'")
+        store = Store(database_url)
+        with pytest.raises(
+            BatchjobsError, match=r"newer version of batchjobs \(revision 9999, known here up to 0001\)"
+        ):
+            store.prepare()
+        store.close()
+
+    def test_a_file_with_other_tables_gets_ours_too(self, tmp_path: Path) -> None:
+        url = f"sqlite:///{tmp_path / 'mine.sqlite3'}"
+        execute(url, "CREATE TABLE notes (text TEXT)")
+        Store(url).prepare()
+        assert schema.current(url) == schema.head()
+
+    def test_a_server_database_with_other_tables_is_left_to_its_owner(self, postgres_server) -> None:
+        url = postgres_server.create_database(migrated=False)
+        execute(url, "CREATE TABLE notes (text TEXT)")
+        store = Store(url)
+        with pytest.raises(
+            BatchjobsError, match="is at revision none and this version needs 0001; run `batchjobs db up"
+        ):
+            store.prepare()
+        store.close()
+        schema.upgrade(url)
+        store.prepare()
+        store.close()
+        postgres_server.drop_database(url)
+
+
+class TestComments:
+    def test_tables_py_says_something_about_everything(self) -> None:
+        for table in metadata.sorted_tables:
+            assert table.comment, table.name
+            for column in table.columns:
+                assert column.comment, f"{table.name}.{column.name}"
+
+    def test_every_table_view_and_column_has_one(self, database: Database) -> None:
+        with database.reading() as connection:
+            missing = _uncommented_sqlite(connection) if database.is_sqlite else _uncommented_postgresql(connection)
+        assert missing == []
+
+
+def _uncommented_sqlite(connection: sa.Connection) -> list[str]:
+    """What `.schema` would show without a word."""
+    rows = connection.exec_driver_sql(
+        "SELECT name, sql FROM sqlite_schema WHERE type IN ('table', 'view') AND name <> 'alembic_version'"
+    )
+    statements = {row.name: row.sql for row in rows}
+    assert statements.keys() == {table.name for table in (*metadata.sorted_tables, *VIEWS)}
+    missing = []
+    for table in metadata.sorted_tables:
+        if f"/* {table.comment} */" not in statements[table.name]:
+            missing.append(table.name)
+        missing += [
+            f"{table.name}.{column.name}"
+            for column in table.columns
+            if f"/* {column.comment} */" not in re.search(rf'\n\t"?{column.name}"? .*', statements[table.name])[0]
+        ]
+    for view in VIEWS:
+        assert re.match(rf"CREATE VIEW {view.name} AS /\* .+ \*/", statements[view.name])
+        missing += [
+            f"{view.name}.{column.name}"
+            for column in view.columns
+            if not re.search(rf'AS "{column.name}" /\* .+ \*/', statements[view.name])
+        ]
+    return missing
+
+
+def _uncommented_postgresql(connection: sa.Connection) -> list[str]:
+    rows = connection.exec_driver_sql(
+        """
+        SELECT c.relname || coalesce('.' || a.attname, '') AS name
+        FROM pg_class c
+        LEFT JOIN LATERAL (
+            SELECT attnum, attname FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped
+            UNION ALL SELECT 0, NULL
+        ) a ON true
+        WHERE c.relnamespace = 'public'::regnamespace AND c.relkind IN ('r', 'v')
+          AND CASE a.attnum WHEN 0 THEN obj_description(c.oid) ELSE col_description(c.oid, a.attnum) END IS NULL
+        """
+    )
+    return [row.name for row in rows]
+
+
+class TestPlans:
+    """Queries that run all the time find their rows by an index, whatever else is in the tables."""
+
+    @pytest.mark.parametrize(
+        ("call", "table"),
+        [
+            (lambda store, batch_id: store.claimable(10), "shards USING INDEX ix_shards_unfinished"),
+            (lambda store, batch_id: store.claimable_count(), "shards USING INDEX ix_shards_unfinished"),
+            (lambda store, batch_id: store.failures(batch_id), "completions USING INDEX ix_completions_failed"),
+            (
+                lambda store, batch_id: store.result_by_custom_id(batch_id, "request-1"),
+                "requests USING INDEX uq_requests_batch_id_custom_id",
+            ),
+            (lambda store, batch_id: store.batch(batch_id), r"s USING INDEX sqlite_autoindex_shards_1 \(batch_id=\?\)"),
+        ],
+    )
+    def test_on_sqlite(self, tmp_path: Path, call, table: str) -> None:
+        store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+        store.prepare()
+        batch_id = submit(store, 8)
+        plans: list[str] = []
+
+        @sa.event.listens_for(store._database.engine, "before_cursor_execute")
+        def explain(connection, cursor, statement, parameters, context, executemany) -> None:
+            if statement.startswith("SELECT"):
+                plans.extend(row[3] for row in cursor.execute(f"EXPLAIN QUERY PLAN {statement}", parameters).fetchall())
+
+        call(store, batch_id)
+        assert any(re.match(f"(SEARCH|SCAN) {table}", step) for step in plans), plans
+        store.close()

@@ -1,0 +1,86 @@
+"""Workers and model versions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from batchjobs.store import WorkerFigures, WorkerInfo
+
+if TYPE_CHECKING:
+    from batchjobs.store import Store
+
+INFO = WorkerInfo(
+    name="w1", host="node1", pid=42, device="cpu", dtype="float32", model="tiny", model_version="v1", state="loading"
+)
+FIGURES = WorkerFigures(
+    state="busy",
+    running=3,
+    waiting=5,
+    kv_usage_ratio=0.25,
+    tokens_per_second=120.5,
+    prompt_tokens=10_000_000_000,
+    generated_tokens=7,
+    preemptions=1,
+)
+
+
+def test_a_worker_from_start_to_end(store: Store) -> None:
+    store.register_worker(INFO)
+    [fresh] = store.workers()
+    assert (fresh.name, fresh.host, fresh.pid, fresh.device, fresh.dtype) == ("w1", "node1", 42, "cpu", "float32")
+    assert (fresh.model, fresh.model_version, fresh.state) == ("tiny", "v1", "loading")
+    assert (fresh.running, fresh.tokens_per_second, fresh.stopped_at) == (0, 0.0, None)
+    assert 0 <= fresh.heartbeat_age_seconds < 60
+
+    assert store.beat("w1", FIGURES)
+    [busy] = store.workers()
+    assert (busy.state, busy.running, busy.waiting, busy.kv_usage_ratio) == ("busy", 3, 5, 0.25)
+    assert (busy.prompt_tokens, busy.generated_tokens, busy.preemptions) == (10_000_000_000, 7, 1)
+    assert busy.tokens_per_second == 120.5
+
+    assert store.change_model("w1", model="other", model_version="v2", dtype="bfloat16")
+    assert store.retire_worker("w1", "stopped")
+    [gone] = store.workers()
+    assert (gone.model, gone.model_version, gone.dtype) == ("other", "v2", "bfloat16")
+    assert (gone.state, gone.running, gone.waiting, gone.kv_usage_ratio) == ("stopped", 0, 0, 0.0)
+    assert gone.stopped_at is not None
+    assert gone.stopped_at >= gone.started_at
+
+
+def test_a_worker_that_starts_again_starts_afresh(store: Store) -> None:
+    store.register_worker(INFO)
+    store.beat("w1", FIGURES)
+    store.retire_worker("w1", "failed")
+    store.register_worker(replace(INFO, pid=43))
+    [worker] = store.workers()
+    assert (worker.pid, worker.state, worker.stopped_at, worker.generated_tokens) == (43, "loading", None, 0)
+
+
+def test_living_workers_come_first(store: Store) -> None:
+    for name in ("b", "c", "a"):
+        store.register_worker(replace(INFO, name=name))
+    store.retire_worker("a", "stopped")
+    assert [worker.name for worker in store.workers()] == ["b", "c", "a"]
+
+
+def test_the_age_of_a_heartbeat_is_by_the_clock_of_the_database(store: Store) -> None:
+    store.register_worker(INFO)
+    with store._database.writing() as connection:
+        connection.exec_driver_sql("UPDATE workers SET heartbeat_at = heartbeat_at - 1000")
+    [worker] = store.workers()
+    assert 1000 <= worker.heartbeat_age_seconds < 1060
+
+
+def test_a_worker_that_is_not_registered(store: Store) -> None:
+    assert not store.beat("nobody", FIGURES)
+    assert not store.retire_worker("nobody", "stopped")
+    assert store.workers() == []
+
+
+def test_the_first_entry_of_a_model_version_stays(store: Store) -> None:
+    store.register_model_version("v1", "tiny", "/models/tiny", "float32", {"revision": "abc", "parameters": 135})
+    store.register_model_version("v1", "renamed", "/elsewhere", "float32", {})
+    columns = "version, name, source, dtype, details"
+    _, rows = store.select(f"SELECT {columns} FROM model_versions")
+    assert list(rows) == [("v1", "tiny", "/models/tiny", "float32", '{"revision":"abc","parameters":135}')]
