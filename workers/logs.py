@@ -31,6 +31,7 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("batchjobs").setLevel(level)
+    for name in ("batchjobs", "workers"):
+        logging.getLogger(name).setLevel(level)
     for name in ("rq.worker", "rq.job", "rq.queue", "rq.registry"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ def _run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, env=clean | variables, cwd="/", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def test_the_wheel_holds_what_it_should(environment: Path) -> None:
+    with zipfile.ZipFile(next((environment.parents[1] / "wheels").glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+    assert {
+        "batchjobs/_migrations/env.py",
+        "workers/engine/attention/paged_attention.cpp",
+        "batchjobs/py.typed",
+    } <= set(names)
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"batchjobs", "workers"}
+    assert not [name for name in names if "__pycache__" in name]
 
 
 def test_a_plain_install_brings_no_torch(environment: Path) -> None:
