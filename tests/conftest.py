@@ -7,12 +7,15 @@ import os
 # Tests run side by side, and on tiny models a second thread costs more than it brings. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.support.machine import embedded, home
 from tests.support.redis import redis_server, redis_url
 from tests.support.sql import database_url, empty_database_url, migrated_sqlite_file, postgres_server, store
 
 __all__ = [
     "database_url",
+    "embedded",
     "empty_database_url",
+    "home",
     "migrated_sqlite_file",
     "postgres_server",
     "redis_server",

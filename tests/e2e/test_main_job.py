@@ -6,11 +6,7 @@ The model is tiny and random, with a byte-level tokenizer, so answers are nonsen
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from batchjobs.store import Store
+from tests.support.machine import Machine
 from tests.support.models import save_chat_model
 from tests.support.waiting import eventually
 
@@ -29,91 +25,6 @@ PATIENCE = 120.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("model"))
-
-
-class Machine:
-    """One installation: a home, and perhaps servers of its own. Starts commands, and ends what it started."""
-
-    def __init__(self, home: Path, model: Path, **variables: str) -> None:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("BATCHJOBS_")}
-        chosen = {
-            "BATCHJOBS_HOME": str(home),
-            "BATCHJOBS_MODEL": str(model),
-            "BATCHJOBS_LEASE_SECONDS": "4",
-            "BATCHJOBS_HEARTBEAT_SECONDS": "1",
-            "BATCHJOBS_NUM_BLOCKS": "600",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.home = home
-        self.environment = inherited | chosen | variables
-        self._started: list[subprocess.Popen[bytes]] = []
-
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.home / f"{len(self._started)}.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "batchjobs", *arguments],
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-            )
-        self._started.append(process)
-        return process
-
-    def call(self, *arguments: str, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "batchjobs", *arguments], env=self.environment, capture_output=True, text=True
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
-
-    def complaint(self, *arguments: str, code: int) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "batchjobs", *arguments], env=self.environment, capture_output=True, text=True
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
-        return done.stderr
-
-    def store(self) -> Store:
-        return Store(self.environment.get("BATCHJOBS_DATABASE_URL") or f"sqlite:///{self.home}/batchjobs.sqlite3")
-
-    def counts(self, batch: str) -> dict[str, int]:
-        counts: dict[str, int] = json.loads(self.call("status", batch, "--json"))["counts"]
-        return counts
-
-    def end(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for process in self._started:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="bj-home-") as folder:  # short, for the socket in it
-        yield Path(folder)
-
-
-@pytest.fixture
-def embedded(home: Path, model: Path) -> Iterator[Machine]:
-    machine = Machine(home, model)
-    yield machine
-    machine.end()
-    _stop_private_redis(home)
-
-
-def _stop_private_redis(home: Path) -> None:
-    """A test may leave work in the queue, for which the private server stays up."""
-    from batchjobs.redis_client import connect
-
-    for socket in home.rglob("*.sock"):
-        with closing(connect(f"unix://{socket}")) as client:
-            client.shutdown(nosave=True)
 
 
 @pytest.fixture
