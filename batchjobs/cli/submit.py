@@ -90,6 +90,7 @@ def open_inputs(files: Sequence[str]) -> list[Input]:
 def store_and_queue(client: Client, inputs: Sequence[Input], plan: Plan) -> Submission:
     """Submits, with progress for long inputs, and says on stderr what the user should know."""
     from batchjobs.cli.counting import counting
+    from batchjobs.models import short_name
     from batchjobs.submission import submit
 
     with counting("requests stored") as progress:
@@ -100,7 +101,7 @@ def store_and_queue(client: Client, inputs: Sequence[Input], plan: Plan) -> Subm
         print_line_errors(made.errors)
         say(f"{len(made.errors):,} of {made.requests:,} lines were invalid; they are failed requests of the batch")
     if made.line_model is not None and made.line_model != plan.model:
-        runs = f"the batch runs on {plan.model}" if plan.model else "the batch runs on the worker's model"
+        runs = f"the batch runs on {short_name(plan.model)}" if plan.model else "the batch runs on the worker's model"
         say(f'note: the lines name the model "{made.line_model}"; {runs}')
     return made
 

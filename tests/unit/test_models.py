@@ -8,7 +8,7 @@ import pytest
 
 from batchjobs import models
 from batchjobs.errors import UsageError
-from batchjobs.models import resolve_model
+from batchjobs.models import resolve_model, short_name
 
 
 def test_hub_ids_stay_and_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +17,13 @@ def test_hub_ids_stay_and_paths_become_absolute(tmp_path: Path, monkeypatch: pyt
     assert resolve_model("org/name") == "org/name"
     assert resolve_model("m.gguf") == str(tmp_path / "m.gguf")
     assert resolve_model(".") == str(tmp_path)
+
+
+def test_models_are_called_by_hub_id_or_by_the_last_part_of_their_path(tmp_path: Path) -> None:
+    (tmp_path / "m.Q4_1.gguf").touch()
+    assert short_name(str(tmp_path / "m.Q4_1.gguf")) == "m.Q4_1"
+    assert short_name(f"{tmp_path}/.") == tmp_path.name
+    assert short_name("org/name") == "org/name"
 
 
 @pytest.mark.parametrize("name", ["./none", "/none/at/all", "none.gguf", "a/b/c"])

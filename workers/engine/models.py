@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from batchjobs.errors import UsageError
+from batchjobs.models import short_name
 from workers.engine import gguf
 
 log = logging.getLogger(__name__)
@@ -71,12 +72,6 @@ def load_model(source: str, *, device: torch.device, dtype: str) -> LoadedModel:
         max_model_len=_context_length(config),
         eos_ids=_eos_ids(model.generation_config, config, tokenizer),
     )
-
-
-def short_name(source: str) -> str:
-    """A hub id as it is; a local folder or file by its last part, without ``.gguf``: paths differ from node to node."""
-    path = Path(source).expanduser()
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else source
 
 
 def choose_device(name: str) -> torch.device:
