@@ -31,7 +31,9 @@ def doctor_command(ctx: click.Context, as_json: bool) -> int:
             out_json({"check": finding.check, "verdict": finding.verdict, "message": finding.message})
         else:
             line = Text(finding.verdict, style=_STYLES[finding.verdict])
-            console.print(line.append(f"  {finding.check}: {visible(finding.message)}", style="default"))
+            console.print(
+                line.append(f"  {finding.check}: {visible(finding.message)}", style="default"), soft_wrap=True
+            )
     if failed:
         complain(f"{plural(failed, 'check')} failed")
     return 1 if failed else 0

@@ -83,6 +83,7 @@ def command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
     queue = StandInQueue()
     for name in ("REDIS_URL", "DATABASE_URL", "MODEL", "QUEUE", "DEBUG"):
         monkeypatch.delenv(f"BATCHJOBS_{name}", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)  # a test runner may set it for its workers
     monkeypatch.setenv("BATCHJOBS_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
