@@ -37,7 +37,7 @@ def type_in(machine: Machine, block: str, folder: Path) -> None:
     """Run a block in a shell as a person would, and end the worker that it leaves in the background."""
     for named in NAMED_MODELS:
         block = block.replace(named, machine.environment["BATCHJOBS_MODEL"])
-    script = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{block}"
+    script = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n{block}"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script],

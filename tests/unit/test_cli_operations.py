@@ -220,13 +220,14 @@ def test_without_torch_the_worker_says_what_to_install(
 
 
 def test_bench_hands_its_options_on(command_line: CommandLine, calls: list[Any], tmp_path: Path) -> None:
-    command_line.out("bench", "-m", "m.gguf", "--baseline", "static", "--baseline", "transformers", "--threads", 2)
+    command_line.out("bench", "-m", "m.gguf", "--baseline", "transformers", "--rounds", 2, "--threads", 2)
     assert calls == [
         {
             "workload": "mixed-64",
             "model": str(tmp_path / "m.gguf"),
             "dtype": "float32",
-            "baselines": ("static", "transformers"),
+            "baselines": ("transformers",),
+            "rounds": 2,
             "threads": 2,
             "as_json": False,
         }
