@@ -1,5 +1,6 @@
 # make run    install, answer the example prompts with a real model, show the answers and one SQL query
 # make test   install what the tests need and run them against a real Redis, PostgreSQL and SQLite
+# make test-gpu   the tests that need a CUDA device
 # make lint   ruff, mypy, import-linter
 # make bench  throughput of the engine beside transformers' continuous batching
 
@@ -8,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test lint bench clean
+.PHONY: run test test-gpu lint bench clean
 .DEFAULT_GOAL := run
 
 $(BIN)/python:
@@ -34,6 +35,9 @@ run: $(VENV)/.worker
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
