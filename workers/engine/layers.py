@@ -8,7 +8,7 @@ global state, and several models can live in one process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,6 +18,15 @@ from batchjobs.errors import UsageError
 from workers.engine.attention.interface import AttentionBackend, LayerCache, LayerSpec
 
 IMPLEMENTATION = "batchjobs_paged"
+
+
+class How(NamedTuple):
+    """What a layer asks of its attention beside the tensors; ``sinks`` is [Hq]."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 def paged_attention_forward(
@@ -33,7 +42,7 @@ def paged_attention_forward(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Hq, Dv]
     handler: Callable[..., torch.Tensor] = module.paged_attention  # type: ignore[assignment]
-    return handler(query, key, value, scaling, sliding_window, softcap, s_aux), None
+    return handler(query, key, value, How(scaling, sliding_window, softcap, s_aux)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
@@ -45,17 +54,8 @@ class PagedLayer:
     def __init__(self, spec: LayerSpec, backend: AttentionBackend, cache: LayerCache) -> None:
         self.spec, self.backend, self.cache = spec, backend, cache
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        s_aux: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self.backend.attend(self.spec, self.cache, query, key, value, s_aux)
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
+        return self.backend.attend(self.spec, self.cache, query, key, value, how.sinks)
 
 
 class _Probe:
@@ -64,26 +64,17 @@ class _Probe:
     def __init__(self, module: torch.nn.Module, found: list[tuple[torch.nn.Module, LayerSpec]]) -> None:
         self.module, self.found = module, found
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        s_aux: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
         spec = LayerSpec(
             index=len(self.found),
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_dim=query.shape[3],
             value_dim=value.shape[3],
-            scaling=query.shape[3] ** -0.5 if scaling is None else float(scaling),
-            sliding_window=sliding_window,
-            softcap=softcap,
-            has_sinks=s_aux is not None,
+            scaling=query.shape[3] ** -0.5 if how.scaling is None else float(how.scaling),
+            sliding_window=how.sliding_window,
+            softcap=how.softcap,
+            has_sinks=how.sinks is not None,
         )
         self.found.append((self.module, spec))
         # Only shapes matter here: the plain result of the first token's row would do as well.
