@@ -44,6 +44,7 @@ class Settings(BaseSettings):
     num_blocks: int | None = Field(None, ge=1, description="pages of the KV cache; worked out from the memory if unset")
     max_batch_tokens: int = Field(2048, ge=1, description="tokens in one step of the engine")
     max_requests_per_batch: int = Field(64, ge=1, description="requests that decode at the same time")
+    scheduler_type: str = Field("fifo", description="fifo, prefix (prompts that begin alike together), longest_first")
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 

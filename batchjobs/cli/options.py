@@ -57,6 +57,10 @@ _ENGINE = (
     click.option("--num-blocks", type=int, help="Pages of the KV cache; default: what fits."),
     click.option("--max-batch-tokens", type=int, help="Tokens in one step at most."),
     click.option("--max-requests-per-batch", type=int, help="Requests that decode at the same time at most."),
+    click.option(
+        "--scheduler-type",
+        help="fifo (default), prefix (prompts that begin alike together) or longest_first.",
+    ),
 )
 
 _OUTPUT = (

@@ -56,6 +56,7 @@ def _engine(settings: Settings) -> Engine:
         num_blocks=settings.num_blocks,
         max_batch_tokens=settings.max_batch_tokens,
         max_requests_per_batch=settings.max_requests_per_batch,
+        scheduler_type=settings.scheduler_type,
     )
     return Engine(settings.model or "", config)
 

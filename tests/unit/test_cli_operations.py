@@ -181,6 +181,7 @@ def test_worker_hands_settings_and_engine_on(command_line: CommandLine, calls: l
             "num_blocks": 9,
             "max_batch_tokens": 2048,
             "max_requests_per_batch": 64,
+            "scheduler_type": "fifo",
         },
     )
     assert (call["settings"].model, call["burst"], call["name"], call["until"]) == (model, True, "w", None)

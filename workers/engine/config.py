@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchjobs.errors import UsageError
+from workers.engine.waiting import POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -21,6 +22,7 @@ class EngineConfig:
         allow_block_sharing: Reuse the pages of prompts that begin alike.
         max_batch_tokens: Rows of one packed step at most: longer prompts are prefilled in chunks.
         max_requests_per_batch: Sequences that run at the same time at most.
+        scheduler_type: ``fifo``, ``prefix`` (prompts that begin alike together) or ``longest_first``.
         max_model_len: Tokens of prompt and answer together at most; None takes the model's own limit.
         threads: CPU threads for the forward pass; None leaves torch's choice.
 
@@ -35,12 +37,15 @@ class EngineConfig:
     allow_block_sharing: bool = True
     max_batch_tokens: int = 2048
     max_requests_per_batch: int = 64
+    scheduler_type: str = "fifo"
     max_model_len: int | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.scheduler_type not in POLICIES:
+            raise UsageError(f"scheduler_type must be one of {', '.join(POLICIES)}, not {self.scheduler_type!r}")
         for name in ("page_size", "max_batch_tokens", "max_requests_per_batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be 1 or more, not {getattr(self, name)}")

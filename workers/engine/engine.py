@@ -59,6 +59,7 @@ class Engine:
             self.pool,
             max_batch_tokens=self.config.max_batch_tokens,
             max_requests_per_batch=self.config.max_requests_per_batch,
+            policy=self.config.scheduler_type,
         )
         self._eos_ids = loaded.eos_ids
         self._refused: list[Sequence] = []

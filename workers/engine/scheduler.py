@@ -1,7 +1,7 @@
 """Which sequences take part in the next step, with how many tokens.
 
 Strategy: decode rows first, then prefill chunks in the order of admission, inside ``max_batch_tokens``. Waiting
-sequences are admitted first come first served while a slot is free and the pages for their prompt and the expected
+sequences are admitted in the order of the policy while a slot is free and the pages for their prompt and the expected
 share of their answer are; the share is learned from finished requests. When pages run out in the middle, the sequence
 admitted last gives its pages back and waits at the front: its tokens are computed again later, none is lost. A sequence
 whose beginning is in the cache starts behind it.
@@ -15,13 +15,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from batchjobs.types import FinishReason
 from workers.engine.pages import PagePool, Prefix
 from workers.engine.sequence import Sequence
+from workers.engine.waiting import WaitingQueue
 
 SHARE_MEMORY = 0.95  # weight of the past in the learned share of max_tokens that answers really use
 
@@ -46,12 +46,14 @@ class Scheduled:
 
 
 class Scheduler:
-    """Holds every live sequence: ``waiting`` in order of arrival, ``running`` in order of admission."""
+    """Holds every live sequence: ``waiting`` in the order of its policy, ``running`` in order of admission."""
 
-    def __init__(self, pool: PagePool, *, max_batch_tokens: int, max_requests_per_batch: int) -> None:
+    def __init__(
+        self, pool: PagePool, *, max_batch_tokens: int, max_requests_per_batch: int, policy: str = "fifo"
+    ) -> None:
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(policy, pool.page_size)
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._by_id: dict[Hashable, Sequence] = {}
@@ -71,7 +73,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self._by_id[sequence.request.request_id] = sequence
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def schedule(self) -> list[Scheduled]:
         """Plan the next step. Takes the pages that it needs; an empty plan means that there is nothing to do."""
@@ -120,16 +122,12 @@ class Scheduler:
 
     def _admit(self) -> None:
         spare = self.pool.free - sum(self._expected_pages(s) for s in self.running)
-        while self.waiting and self._free_slots:
-            sequence = self.waiting[0]
-            if sequence.is_finished:  # cancelled while it waited
-                self.waiting.popleft()
-                continue
+        while self._free_slots and (sequence := self.waiting.next()) is not None:
             prefix = self._known_prefix(sequence)
             need = self._expected_pages(sequence) - sum(map(self.pool.is_held, prefix.pages))
             if need > spare and self.running:
+                self.waiting.put_back(sequence)
                 return
-            self.waiting.popleft()
             self._start_running(sequence, prefix)
             spare -= need
 
@@ -179,7 +177,7 @@ class Scheduler:
         self.preemptions += 1
         self._stop_running(sequence)
         sequence.computed = 0
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -1,0 +1,121 @@
+"""The sequences that do not run yet, and in which order they come up.
+
+| policy | order |
+| --- | --- |
+| fifo | as they arrived |
+| longest_first | the most tokens (prompt and limit) first, so that no long answer is left over for the end |
+| prefix | prompts that begin alike together: one leads and computes the beginning, the others follow it |
+
+Whatever the policy, a sequence that gave way comes first again. Every step costs the same however many wait: adding and
+taking one are constant (a logarithm for longest_first), and a cancelled one is passed over when it comes up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from itertools import count
+from typing import Protocol
+
+from workers.engine.sequence import Sequence
+
+POLICIES = ("fifo", "prefix", "longest_first")
+
+
+class Order(Protocol):
+    """One policy. ``next`` removes and returns the sequence that shall run next; None when none should yet."""
+
+    def add(self, sequence: Sequence) -> None: ...
+
+    def next(self) -> Sequence | None: ...
+
+
+class WaitingQueue:
+    """Sequences in the order of a policy, those that gave way before all others."""
+
+    def __init__(self, policy: str, page_size: int) -> None:
+        self._front: deque[Sequence] = deque()
+        self._order: Order = _ORDERS[policy](page_size)
+
+    def add(self, sequence: Sequence) -> None:
+        self._order.add(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """It was running or could not run yet: it is the next one again."""
+        self._front.appendleft(sequence)
+
+    def next(self) -> Sequence | None:
+        """Remove and return the sequence that shall run next; None when none waits, or none should run yet."""
+        while (sequence := self._front.popleft() if self._front else self._order.next()) is not None:
+            if not sequence.is_finished:  # cancelled while it waited
+                return sequence
+        return None
+
+
+class _Fifo:
+    def __init__(self, page_size: int) -> None:
+        self._queue: deque[Sequence] = deque()
+
+    def add(self, sequence: Sequence) -> None:
+        self._queue.append(sequence)
+
+    def next(self) -> Sequence | None:
+        return self._queue.popleft() if self._queue else None
+
+
+class _LongestFirst:
+    def __init__(self, page_size: int) -> None:
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._arrivals = count()
+
+    def add(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (-(sequence.prompt_len + sequence.limit), next(self._arrivals), sequence))
+
+    def next(self) -> Sequence | None:
+        return heapq.heappop(self._heap)[2] if self._heap else None
+
+
+class _Group:
+    """Prompts with the same first page; ``leader`` computes it for all."""
+
+    def __init__(self) -> None:
+        self.members: deque[Sequence] = deque()
+        self.leader: Sequence | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the beginning is computed, or will never be by this leader."""
+        leader = self.leader
+        return leader is None or leader.is_finished or leader.computed >= leader.prompt_len
+
+
+class _Prefix:
+    """Groups take turns in the order of their first arrival. While a leader computes its prompt, its group waits, and
+    the next group leads on: at most one sequence a group runs ahead, so the look for one is bounded by what runs."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._groups: dict[tuple[int, ...], _Group] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        beginning = tuple(sequence.tokens[: self._page_size])
+        self._groups.setdefault(beginning, _Group()).members.append(sequence)
+
+    def next(self) -> Sequence | None:
+        for beginning, group in self._groups.items():
+            if not group.is_ready:
+                continue
+            sequence = group.members.popleft()
+            if not sequence.is_finished:
+                group.leader = group.leader if group.leader and not group.leader.is_finished else sequence
+            if not group.members:
+                del self._groups[beginning]
+            return sequence
+        return None
+
+
+_ORDERS: dict[str, type[_Fifo] | type[_LongestFirst] | type[_Prefix]] = {
+    "fifo": _Fifo,
+    "prefix": _Prefix,
+    "longest_first": _LongestFirst,
+}
