@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from batchjobs.errors import BatchjobsError, UsageError
 from batchjobs.models import resolve_model
@@ -26,10 +26,11 @@ from workers.engine.config import EngineConfig
 from workers.engine.engine import Engine
 from workers.engine.models import TORCH_DTYPES, locate, quiet_transformers
 from workers.engine.requests import EngineOutput, EngineRequest
+from workers.engine.static import generate_in_static_batches
 from workers.workloads import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 4
 PEER_SEQUENCES = 16  # at which transformers' continuous batching is fastest on a CPU
@@ -71,8 +72,7 @@ class TransformersContinuousBatching:
     name = "transformers continuous batching"
 
     def __init__(self, model: str, dtype: str, max_requests: int) -> None:
-        with quiet_transformers():
-            self.model = AutoModelForCausalLM.from_pretrained(**locate(model), dtype=_torch_dtype(dtype)).eval()
+        self.model = _load(model, dtype)
         self.settings = ContinuousBatchingConfig(max_requests_per_batch=min(PEER_SEQUENCES, max_requests))
 
     def run(self, work: Sequence[Work]) -> tuple[float, list[int]]:
@@ -100,7 +100,27 @@ class TransformersContinuousBatching:
         return seconds, [made[str(index)] for index in range(len(work))]
 
 
-BASELINES = {"transformers": TransformersContinuousBatching}
+class StaticBatches:
+    """transformers' ``generate`` over padded batches, each of which waits for its longest answer."""
+
+    name = "static batches of 16"
+
+    def __init__(self, model: str, dtype: str, max_requests: int) -> None:
+        self.model = _load(model, dtype)
+        self.batch_size = min(PEER_SEQUENCES, max_requests)
+
+    def run(self, work: Sequence[Work]) -> tuple[float, list[int]]:
+        begin = time.perf_counter()
+        answers = generate_in_static_batches(
+            self.model, [w.prompt_ids for w in work], [w.output_tokens for w in work], batch_size=self.batch_size
+        )
+        return time.perf_counter() - begin, [len(answer) for answer in answers]
+
+
+BASELINES: dict[str, Callable[[str, str, int], System]] = {
+    "transformers": TransformersContinuousBatching,
+    "static": StaticBatches,
+}
 
 
 def bench(
@@ -190,5 +210,7 @@ def _table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    return TORCH_DTYPES.get(name, torch.float32)
+def _load(model: str, dtype: str) -> PreTrainedModel:
+    with quiet_transformers():
+        wanted = TORCH_DTYPES.get(dtype, torch.float32)
+        return AutoModelForCausalLM.from_pretrained(**locate(model), dtype=wanted).eval()

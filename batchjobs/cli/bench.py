@@ -12,7 +12,9 @@ from batchjobs.cli.worker import chosen_model
 @click.option("--workload", default="mixed-64", help="Name of the set of requests; default: mixed-64.")
 @click.option("--model", "-m", help="Folder, hub id or .gguf file.")
 @click.option("--dtype", default="float32", help="float32 (default), bfloat16, float16 or auto.")
-@click.option("--baseline", "baselines", multiple=True, help="Measure this beside it: transformers.")
+@click.option(
+    "--baseline", "baselines", multiple=True, help="Measure this beside it: transformers or static; may be repeated."
+)
 @click.option("--rounds", type=click.IntRange(1), default=3, help="How often each system takes its turn; default: 3.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; default: torch's choice.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
