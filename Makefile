@@ -27,6 +27,8 @@ $(VENV)/.dev: $(VENV)/.worker
 	$(PIP) install -c constraints.txt -e '.[worker,dev]'
 	@touch $@
 
+# The trial keeps its database here, apart from your own.
+run: export BATCHJOBS_HOME = $(CURDIR)/.batchjobs
 run: $(VENV)/.worker
 	$(BIN)/batchjobs run examples/prompts.jsonl --format table
 	@echo
@@ -49,4 +51,4 @@ bench: $(VENV)/.worker
 	$(BIN)/batchjobs bench --workload mixed-64 --baseline transformers
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .batchjobs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

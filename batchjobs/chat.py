@@ -49,6 +49,8 @@ def _message(value: Any, where: str) -> dict[str, str]:
         raise FieldError(
             f"{where}.role: {quoted(role)} is not supported; accepted: {', '.join(_ROLES)}", f"{where}.role"
         )
+    if "content" not in value:
+        raise FieldError(f"{where}.content is missing", f"{where}.content")
     message = {"role": _ROLES[role], "content": _content(value.get("content"), f"{where}.content")}
     if len(value) > 2:
         _other_fields(value, where, message)

@@ -78,6 +78,9 @@ def examine(settings: Settings) -> Iterator[Finding]:
             yield Finding(name, *check(settings))
         except BatchjobsError as error:
             yield Finding(name, "fail", str(error))
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            yield Finding(name, "fail", f"{place}{error.strerror or error}")
         except Exception as error:  # noqa: BLE001 - whatever is broken, the other checks matter too
             yield Finding(name, "fail", f"{type(error).__name__}: {error}")
 

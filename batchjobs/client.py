@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from batchjobs.connections import connect_queue, connect_store
 from batchjobs.errors import ConnectionFailed, UsageError
 from batchjobs.inputs import Submittable, open_source
+from batchjobs.models import asked_for
 from batchjobs.results import Result
 from batchjobs.sampling_fields import Defaults
 from batchjobs.settings import Settings, load_settings
@@ -85,7 +86,7 @@ class Client:
 
         Args:
             source: A path, an open file, or an iterable of dicts with the fields of an input line.
-            model: The model that the batch asks for; default: the setting.
+            model: The model that the batch asks for: only workers with it take the batch; default: the setting.
             name: Shown in lists.
             queue: ``high``, ``default`` or ``low``; default: the setting.
             key: The same key with the same content gives the same batch again.
@@ -102,7 +103,7 @@ class Client:
         if on_invalid not in ("reject", "skip"):
             raise UsageError(f"on_invalid must be reject or skip, not {on_invalid!r}")
         plan = Plan(
-            model=model or self.settings.model,
+            model=asked_for(model or self.settings.model),
             name=name,
             queue=_priority(queue or self.settings.queue),
             key=key,

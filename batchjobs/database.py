@@ -10,12 +10,14 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import sqlite3
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -24,6 +26,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, make_url
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed, UsageError
+from batchjobs.text import has_stray_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,7 +99,7 @@ class Database:
 
     def _explain(self, error: BaseException | None, disconnected: bool) -> BatchjobsError | None:
         if isinstance(error, sqlite3.Error):
-            return _explain_sqlite(error, self.place)
+            return _explain_sqlite(error, self.place, Path(self._url.database or ""))
         dbapi = self.engine.dialect.loaded_dbapi
         without_answer = isinstance(error, (dbapi.OperationalError, dbapi.InterfaceError)) and not error.sqlstate
         return _explain_postgresql(error, disconnected or without_answer, self.place)
@@ -105,6 +108,8 @@ class Database:
 def parse_url(url: str) -> URL:
     """Raises UsageError, which never repeats the text: it may hold a password."""
     wanted = "give sqlite:///path/to/file.sqlite3 or postgresql://user:password@host:port/name"
+    if has_stray_at(url):
+        raise UsageError("BATCHJOBS_DATABASE_URL has more than one @; write each @ of the user or password as %40")
     try:
         parsed = make_url(url)
         backend = parsed.get_backend_name()
@@ -189,12 +194,14 @@ def _sqlite_code(error: BaseException) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _explain_sqlite(error: sqlite3.Error, place: str) -> BatchjobsError | None:
+def _explain_sqlite(error: sqlite3.Error, place: str, file: Path) -> BatchjobsError | None:
     code = _sqlite_code(error)
     if "no such table" in str(error):
         return BatchjobsError(f"{place} lacks tables of batchjobs ({error}); run `batchjobs db upgrade`")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return BatchjobsError(f"{place} cannot be used: {error}; restore it from a backup or choose another file")
+    if code == sqlite3.SQLITE_CANTOPEN and (reason := _why_not_opened(file)):
+        return ConnectionFailed(f"cannot use {place}: {reason}")
     advice = {
         sqlite3.SQLITE_CANTOPEN: "check that its directory exists and can be written to",
         sqlite3.SQLITE_READONLY: "check the permissions of the file and of its directory",
@@ -204,6 +211,15 @@ def _explain_sqlite(error: sqlite3.Error, place: str) -> BatchjobsError | None:
         sqlite3.SQLITE_PROTOCOL: "other processes keep its locks; nothing was written, try again",
     }.get(code)
     return ConnectionFailed(f"cannot use {place}: {error}; {advice}") if advice else None
+
+
+def _why_not_opened(file: Path) -> str | None:
+    folder = file.absolute().parent
+    if file.is_dir():
+        return "it is a folder; name a file"
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        return f"the folder {folder} cannot be written; change its permissions or choose another one"
+    return None
 
 
 def _postgresql_engine(url: URL) -> sa.Engine:

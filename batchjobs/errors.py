@@ -77,7 +77,3 @@ class InvalidParameter(ValueError):
     def __init__(self, field: str, message: str) -> None:
         self.field = field
         super().__init__(message)
-
-
-class StaleFence(BatchjobsError):
-    """The lease was taken over by another worker: whatever was made under it must be dropped, not written."""

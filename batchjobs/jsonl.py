@@ -48,20 +48,6 @@ class InvalidLineError(ValueError):
 # ------------------------------------------------------------------------------------------------- bytes -> lines
 
 
-def read_lines(source: str | os.PathLike[str] | BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yields ``(line number, line)``, counted from 1, without blank lines and line ends. gzip is unpacked.
-
-    Lines end at LF only. Of a line over ``MAX_LINE_BYTES`` one byte more than that is yielded, for ``parse_line`` to
-    refuse, and the rest is skipped, so that memory stays flat. Raises UsageError when the file cannot be read.
-    """
-    if isinstance(source, str | os.PathLike):
-        name = Path(source).name
-        with open_input(source) as stream:
-            yield from read_lines_of(stream, name)
-    else:
-        yield from read_lines_of(source, "the input")
-
-
 def open_input(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens an input file, or says in one sentence why it cannot be."""
     try:
@@ -71,7 +57,12 @@ def open_input(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """As :func:`read_lines`, for an open binary stream; ``name`` stands in messages."""
+    """Yields ``(line number, line)``, counted from 1, without blank lines and line ends. gzip is unpacked.
+
+    Lines end at LF only. Of a line over ``MAX_LINE_BYTES`` one byte more than that is yielded, for ``parse_line`` to
+    refuse, and the rest is skipped, so that memory stays flat. ``name`` stands in messages. Raises UsageError when the
+    stream cannot be read.
+    """
     try:
         plain = _unpacked(_buffered(stream), name)
         line_no = 0
@@ -171,6 +162,9 @@ def _body(fields: dict[str, Any], endpoint: Endpoint, dialect: Dialect, defaults
     """What is stored: the prompt or the messages first, then the sampling fields, then the labels."""
     body: dict[str, Any]
     if endpoint is Endpoint.CHAT:
+        if "messages" not in fields:
+            advice = f"; for a prompt, url must be {Endpoint.COMPLETIONS}" if "prompt" in fields else ""
+            raise FieldError(f"messages is missing{advice}", "messages")
         body = {"messages": read_messages(fields.get("messages"), defaults.system)}
     else:
         body = {"prompt": _prompt(fields.get("prompt"))}

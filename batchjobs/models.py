@@ -36,6 +36,15 @@ def resolve_model(name: str | None) -> str:
     return name
 
 
+def asked_for(name: str | None) -> str | None:
+    """The model that a batch asks for: a folder or file of this machine by its absolute path, as its workers are told
+    it; anything else as it is, because it may exist on the workers' machines alone."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
 def short_name(model: str) -> str:
     """What a model is called in rows and lists: a hub id as it is, a local folder or file by its last part, without
     ``.gguf``, because paths differ from node to node."""

@@ -14,7 +14,7 @@ from redis.retry import Retry
 
 from batchjobs.errors import ConnectionFailed, UsageError
 from batchjobs.redis_binary import OLDEST_SERVER
-from batchjobs.text import hide_password, visible
+from batchjobs.text import has_stray_at, hide_password, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,8 @@ def connect(url: str) -> Redis:
     Raises:
         UsageError: The URL is not one of a Redis.
     """
+    if has_stray_at(url):
+        raise UsageError("BATCHJOBS_REDIS_URL has more than one @; write each @ of the user or password as %40")
     try:
         pool = ConnectionPool.from_url(
             url, socket_timeout=REPLY_SECONDS, socket_connect_timeout=CONNECT_SECONDS, retry=Retry(NoBackoff(), 0)

@@ -37,6 +37,8 @@ class Dialect(StrEnum):
 
 
 def _integer(name: str, value: Any) -> int:
+    if type(value) is float and abs(value) >= 2**63:  # an integer too long for the JSON parser arrives as a float
+        raise FieldError(f"{name} must be a 64-bit integer", name)
     if type(value) is not int:
         raise wrong_type(name, "an integer", value)
     return value

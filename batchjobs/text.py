@@ -48,6 +48,12 @@ def hide_password(url: str) -> str:
     return url.replace(location, f"{user}:***@{host}", 1) if colon else url
 
 
+def has_stray_at(url: str) -> bool:
+    """Whether ``url`` has more than one ``@`` in front of its query, so that where its password ends is a guess."""
+    scheme, _, rest = url.partition("://")
+    return not scheme.startswith(("sqlite", "unix")) and rest.partition("?")[0].count("@") > 1
+
+
 def plural(count: int, noun: str) -> str:
     """``1 request``, ``2 requests``; thousands separated."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -121,6 +121,8 @@ class Daemon:
         outcomes = Outcomes(self.name, loop.engine)
         self._holdings = Holdings(loop, self._rq, unread_size=settings.shard_size)
         self._recorder = Recorder(store, self._holdings, outcomes)
+        # A batch may name the model as the worker was told it, or by its short name.
+        self._models = {loop.engine.model_name, settings.model or loop.engine.model_name}
         self._intake = Intake(
             store,
             self._rq,
@@ -128,12 +130,14 @@ class Daemon:
             self._holdings,
             self._recorder,
             outcomes,
+            models=self._models,
             lease_seconds=lease,
             shard_size=settings.shard_size,
             max_requests=settings.max_requests_per_batch,
         )
         beat = settings.heartbeat_seconds
         upkeep = Upkeep(store, queue, self._rq, loop, self._holdings, lease_seconds=lease, heartbeat_seconds=beat)
+        self._upkeep = upkeep
         self._leases = Periodic("renewing leases", beat, upkeep.keep_leases)
         self._rq_beat = Periodic("telling Redis", beat, upkeep.keep_rq)
         self._cancels = Periodic("looking for cancellations", CANCEL_SECONDS, upkeep.watch_cancels)
@@ -244,7 +248,7 @@ class Daemon:
         if self._intake.is_suspended:
             return True
         try:
-            left = self._store.claimable_count()
+            left = self._store.claimable_count(self._models)
         except BatchjobsError:  # the threads that need the database say so
             return False
         if left:
@@ -271,6 +275,7 @@ class Daemon:
         self._try("giving back leases", lambda: self._release(broken))
         self._try("telling Redis", self._rq.flush)
         self._try("giving shards back to Redis", self._rq.give_back)
+        self._try("storing the last figures", self._upkeep.store_totals)
         self._try("retiring", lambda: self._store.retire_worker(self.name, "failed" if broken else "stopped"))
         self._try("leaving Redis", self._rq.close)
 

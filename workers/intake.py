@@ -27,6 +27,8 @@ from workers.outage import Outage
 from workers.recorder import MAX_BACKLOG
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from batchjobs.store import Store
     from batchjobs.types import Completion, Lease, Request, ShardId
     from workers.engine.engine import Engine
@@ -58,6 +60,7 @@ class Intake(threading.Thread):
         recorder: Recorder,
         outcomes: Outcomes,
         *,
+        models: Collection[str],
         lease_seconds: float,
         shard_size: int,
         max_requests: int,
@@ -71,6 +74,7 @@ class Intake(threading.Thread):
         self._holdings = holdings
         self._recorder = recorder
         self._outcomes = outcomes
+        self._models = models  # the names that this worker's model goes by
         self._lease_seconds = lease_seconds
         self._requests_a_shard = float(shard_size)
         self._max_requests = max_requests
@@ -144,14 +148,19 @@ class Intake(threading.Thread):
             self._empty_until = time.monotonic() + POLL_SECONDS
             return False
         try:
-            leases = self._store.claim(popped, self._rq.name, self._lease_seconds)
+            leases = self._store.claim(popped, self._rq.name, self._lease_seconds, self._models)
+            refused = set(popped) - {lease.shard for lease in leases}
+            foreign = self._store.for_other_models(refused, self._models) if refused else set()
         except BatchjobsError:
             with contextlib.suppress(ConnectionFailed):
                 self._rq.put_back(popped)
             raise
         leases.sort(key=lambda lease: popped.index(lease.shard))  # the order of the queues
         self._probe = 1 if leases else min(2 * self._probe, MAX_PROBE)
-        self._settle(popped, leases, wanted)
+        self._settle(popped, leases, wanted, foreign)
+        if not leases and len(foreign) == len(popped):  # nothing here is for this model: no hurry to look again
+            self._empty_until = time.monotonic() + POLL_SECONDS
+            return False
         return True
 
     def _pop(self, wanted: int) -> list[ShardId]:
@@ -166,8 +175,8 @@ class Intake(threading.Thread):
         count = min(wanted, max(share, 1) if is_starving else share)
         return self._rq.pop(max(count, self._probe), view) if count else []
 
-    def _settle(self, popped: list[ShardId], leases: list[Lease], wanted: int) -> None:
-        """Keeps what is wanted of what was claimed, and lets the rest go."""
+    def _settle(self, popped: list[ShardId], leases: list[Lease], wanted: int, foreign: set[ShardId]) -> None:
+        """Keeps what is wanted of what was claimed, and lets the rest go. Shards for other models go to the end."""
         kept, surplus = leases[:wanted], leases[wanted:]
         claimed = {lease.shard for lease in leases}
         for lease in kept:
@@ -177,7 +186,8 @@ class Intake(threading.Thread):
             self._store.release(surplus)
         try:
             self._rq.start(lease.shard for lease in kept)
-            self._rq.drop(shard for shard in popped if shard not in claimed)
+            self._rq.drop(shard for shard in popped if shard not in claimed and shard not in foreign)
+            self._rq.put_back((shard for shard in popped if shard in foreign), at_front=False)
             self._rq.put_back(lease.shard for lease in surplus)
         except ConnectionFailed as error:  # SQL has them as ours; the next heartbeat shows them, the next look repairs
             self._redis.failed(error)
@@ -185,9 +195,9 @@ class Intake(threading.Thread):
     def _claim_without_redis(self, wanted: int) -> bool:
         """SQL is the truth: while Redis is away or full, work is taken from it directly. Of what is oldest some are
         chosen by chance, because other workers are choosing too."""
-        found = self._store.claimable(8 * wanted)
+        found = self._store.claimable(8 * wanted, models=self._models)
         chosen = dict(random.sample(found, min(wanted, len(found))))
-        leases = self._store.claim(list(chosen), self._rq.name, self._lease_seconds)
+        leases = self._store.claim(list(chosen), self._rq.name, self._lease_seconds, self._models)
         for lease in leases:
             self._holdings.take(lease)
             self._unread.append(lease)

@@ -232,15 +232,15 @@ class RqWorker(BaseWorker):
             log.warning("dropped the broken job %r from the queue: %s", job_id, error)
             return None
 
-    def put_back(self, shards: Iterable[ShardId]) -> None:
-        """Undoes :meth:`pop`: the shards stand in front of their queues again, in their order."""
+    def put_back(self, shards: Iterable[ShardId], *, at_front: bool = True) -> None:
+        """Undoes :meth:`pop`: the shards stand in front of their queues again, or at the end, in their order."""
         popped = self._take_popped(shards)
         if not popped:
             return
         with self._errors(), self.connection.pipeline() as pipe:
-            for job, queue in reversed(popped):
+            for job, queue in reversed(popped) if at_front else popped:
                 leave_intermediate(pipe, queue, job.id)
-                pipe.lpush(queue.key, job.id)
+                (pipe.lpush if at_front else pipe.rpush)(queue.key, job.id)
             pipe.execute()
 
     def drop(self, shards: Iterable[ShardId]) -> None:

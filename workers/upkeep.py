@@ -72,6 +72,17 @@ class Upkeep:
                 if lease.shard not in kept:
                     self._holdings.lose_unless_finished(lease)
 
+    def store_totals(self) -> None:
+        """Tells SQL, at the end, all that the worker has done since its last heartbeat."""
+        stats = self._loop.stats()
+        totals = WorkerFigures(
+            state="idle",
+            prompt_tokens=stats.prompt_tokens,
+            generated_tokens=stats.generated_tokens,
+            preemptions=stats.preemptions,
+        )
+        self._store.beat(self._rq.name, totals)
+
     def keep_rq(self) -> None:
         """Tells Redis what ended, and with each heartbeat what goes on. A private server that died is started again."""
         if self._is_stalled:

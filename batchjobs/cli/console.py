@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from batchjobs.text import visible
 
@@ -20,6 +20,8 @@ PRINTED_ERRORS = 20
 """More errors than this are counted, not printed."""
 
 _WIDTH_OF_A_FILE = 200
+_GAP = 2
+"""Characters between two columns of a table."""
 
 
 def say(message: str) -> None:
@@ -55,22 +57,47 @@ def rich_console(stream: IO[str] | None = None) -> Console:
     """A console that draws on terminals and writes plain wide lines elsewhere; markup in data means nothing to it."""
     from rich.console import Console
 
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Leaves the closed pipe to whoever runs the command; rich would end the process with its own code."""
+            raise BrokenPipeError
+
     stream = stream or sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
-    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
+    return PipedConsole(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
-    """A table on stdout. Cells are one line each, with control characters shown; ``right`` names numeric columns."""
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = (), whole: Sequence[str] = ()
+) -> None:
+    """A table on stdout. Cells are one line each, with control characters shown; ``right`` names numeric columns.
+
+    Headings, numbers and the columns in ``whole``, which people copy, are never cut: on a narrow terminal the others
+    give way. They are shortened in a table that has ``whole`` columns, and folded otherwise. A terminal too narrow
+    even for that wraps the lines itself.
+    """
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in columns:
-        table.add_column(visible(name), justify="right" if name in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*("" if cell is None else visible(str(cell)) for cell in row))
-    rich_console().print(table)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    cells = [["" if cell is None else visible(str(cell)) for cell in row] for row in rows]
+    needed = _GAP * (len(columns) - 1)
+    for i, name in enumerate(columns):
+        kept = cell_len(visible(name))
+        if name in whole or name in right:
+            kept = max(kept, *(cell_len(row[i]) for row in cells), 0)
+        needed += kept
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(
+            visible(name), justify=justify, overflow="fold", min_width=kept, no_wrap=name in whole or name in right
+        )
+    for row in cells:
+        table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") if whole else text for text in row))
+    console = rich_console()
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def print_fields(fields: Mapping[str, object]) -> None:

@@ -128,5 +128,5 @@ def _write_table(rows: Iterator[StoredResult], out: BinaryIO, errors: BinaryIO |
             )
 
     columns = ("index", "custom_id", "status", "finish", "tokens", "text or error")
-    print_table(columns, cells(), right=("index", "tokens"))
+    print_table(columns, cells(), right=("index", "tokens"), whole=("custom_id",))
     return written

@@ -33,6 +33,25 @@ class Text(click.ParamType[str]):
         return value
 
 
+class OutputFile(click.Path):
+    """A file to write; ``-`` is stdout, which commands know as None."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return None if value == "-" else super().convert(value, param, ctx)
+
+
+class FailuresFile(OutputFile):
+    """A file of its own: failures never mix with the answers on stdout."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            self.fail("failures need a file of their own; name one", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="JSON on stdout: an object, or one object a line.")
 
 model = click.option("--model", "-m", help="Folder, hub id or .gguf file.")
@@ -71,8 +90,8 @@ _OUTPUT = (
         default="jsonl",
         help="Default: jsonl.",
     ),
-    click.option("-o", "--output", "target", type=click.Path(path_type=Path), help="File to write; default: stdout."),
-    click.option("--errors", type=click.Path(path_type=Path), help="File for failures, with --format openai."),
+    click.option("-o", "--output", "target", type=OutputFile(), help="File to write; default: stdout, also -."),
+    click.option("--errors", type=FailuresFile(), help="File for failures, with --format openai."),
     click.option("--force", is_flag=True, help="Replace existing output files."),
 )
 

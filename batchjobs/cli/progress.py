@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from batchjobs.cli.console import is_live, rich_console, say
+from batchjobs.cli.status import tokens_per_second
 from batchjobs.types import BatchInfo, BatchStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from rich.progress import Progress, TaskID
 
 PLAIN_SECONDS = 5.0
-_RATE_WINDOW_SECONDS = 15.0
 
 
 class BatchProgress:
-    """Shows a batch's counts and speed as long as it is open. ``show`` may be called as often as one likes."""
+    """Shows a batch's counts and speed as long as it is open. ``show`` may be called as often as one likes.
 
-    def __init__(self, quiet: bool = False) -> None:
+    ``live`` tells the workers' speed at the moment in tokens per second; None where that is unknown.
+    """
+
+    def __init__(self, quiet: bool = False, live: Callable[[], float | None] = lambda: None) -> None:
         self._quiet = quiet
+        self._live_speed = live
         self._live: tuple[Progress, TaskID] | None = None
-        self._rate = _Rate()
         self._last_line: float | None = None
         self._last_text = ""
 
@@ -42,40 +45,30 @@ class BatchProgress:
     def show(self, info: BatchInfo) -> None:
         if self._quiet:
             return
-        speed = self._rate.add(info.tokens.completion)
         if is_live(sys.stderr):
-            self._draw(info, speed)
+            self._draw(info)
         else:
-            self._print(info, speed)
+            self._print(info)
 
-    def _draw(self, info: BatchInfo, speed: float | None) -> None:
+    def _draw(self, info: BatchInfo) -> None:
         if self._live is None:
             self._live = _start_bar(info)
         progress, task = self._live
-        progress.update(task, completed=info.counts.done, total=info.counts.total, detail=_detail(info, speed))
+        progress.update(task, completed=info.counts.done, total=info.counts.total, detail=self._detail(info))
 
-    def _print(self, info: BatchInfo, speed: float | None) -> None:
+    def _print(self, info: BatchInfo) -> None:
         now = time.monotonic()
         due = self._last_line is None or now - self._last_line >= PLAIN_SECONDS or info.status.is_final
-        text = f"{info.counts.done:,} of {info.counts.total:,} done, {_detail(info, speed)}"
-        if due and text != self._last_text:
+        if not due:
+            return
+        text = f"{info.counts.done:,} of {info.counts.total:,} done, {self._detail(info)}"
+        if text != self._last_text:
             self._last_line, self._last_text = now, text
             say(text)
 
-
-class _Rate:
-    """Tokens per second over the last seconds; None until there is something to divide."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def add(self, tokens: int) -> float | None:
-        now = time.monotonic()
-        self._seen.append((now, tokens))
-        while len(self._seen) > 2 and now - self._seen[1][0] > _RATE_WINDOW_SECONDS:
-            self._seen.popleft()
-        then, before = self._seen[0]
-        return (tokens - before) / (now - then) if now - then > 1 else None
+    def _detail(self, info: BatchInfo) -> str:
+        live = self._live_speed() if info.status == BatchStatus.RUNNING else None
+        return _detail(info, tokens_per_second(info, live))
 
 
 def _detail(info: BatchInfo, speed: float | None) -> str:

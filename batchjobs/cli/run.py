@@ -139,11 +139,12 @@ def _answered(client: Client, info: BatchInfo) -> BatchInfo:
     """Runs a worker until the batch has ended."""
     from batchjobs.cli.local_worker import LocalWorker
     from batchjobs.cli.progress import BatchProgress
+    from batchjobs.cli.status import live_speed
     from batchjobs.waiting import wait_for_end
 
     if info.status.is_final:
         return info
-    with LocalWorker(client.settings) as worker, BatchProgress() as progress:
+    with LocalWorker(client.settings) as worker, BatchProgress(live=lambda: live_speed(client.store)) as progress:
 
         def seen(now: BatchInfo) -> None:
             progress.show(now)

@@ -15,6 +15,7 @@ from batchjobs.types import BatchInfo, BatchStatus
 
 if TYPE_CHECKING:
     from batchjobs.client import Client
+    from batchjobs.store import Store
 
 FAILED_REQUESTS = 5
 CANCELLED = 6
@@ -29,10 +30,11 @@ def status_command(ctx: click.Context, batch: str, as_json: bool) -> None:
     with open_client(ctx) as client:
         info = client.store.batch(batch)
         failures = client.store.failures(batch) if info.counts.failed else {}
+        live = live_speed(client.store)
     if as_json:
-        out_json(status_object(info, failures))
+        out_json(status_object(info, failures, live))
     else:
-        print_fields(_fields(info, failures))
+        print_fields(_fields(info, failures, live))
 
 
 @click.command("list")
@@ -43,9 +45,10 @@ def list_command(ctx: click.Context, limit: int, as_json: bool) -> None:
     """List the newest batches, the newest first."""
     with open_client(ctx) as client:
         batches = client.batches(limit)
+        live = live_speed(client.store) if as_json else None
     if as_json:
         for info in batches:
-            out_json(status_object(info))
+            out_json(status_object(info, live=live))
         return
     if not batches:
         say("no batches yet; `batchjobs submit FILE` makes one")
@@ -64,7 +67,7 @@ def list_command(ctx: click.Context, limit: int, as_json: bool) -> None:
         )
         for info in batches
     )
-    print_table(columns, rows, right=("done", "total", "failed", "tokens"))
+    print_table(columns, rows, right=("done", "total", "failed", "tokens"), whole=("id",))
 
 
 @click.command("wait")
@@ -89,7 +92,7 @@ def wait_and_judge(client: Client, batch_id: str, timeout: float | None, *, quie
     from batchjobs.cli.progress import BatchProgress
     from batchjobs.waiting import wait_for_end
 
-    with BatchProgress(quiet) as progress:
+    with BatchProgress(quiet, lambda: live_speed(client.store)) as progress:
         info = wait_for_end(client.store, batch_id, timeout, progress.show)
     return judge(client, info)
 
@@ -107,11 +110,11 @@ def judge(client: Client, info: BatchInfo) -> int:
     return 0
 
 
-def status_object(info: BatchInfo, failures: dict[str, int] | None = None) -> dict[str, Any]:
-    """A batch as ``--json`` shows it."""
+def status_object(info: BatchInfo, failures: dict[str, int] | None = None, live: float | None = None) -> dict[str, Any]:
+    """A batch as ``--json`` shows it. ``live`` is what :func:`live_speed` says."""
     made = asdict(info)
     first = {name: made.pop(name) for name in ("id", "status", "paused", "counts", "tokens")}
-    speed = tokens_per_second(info)
+    speed = tokens_per_second(info, live)
     return {
         **first,
         "tokens_per_second": speed,
@@ -121,8 +124,17 @@ def status_object(info: BatchInfo, failures: dict[str, int] | None = None) -> di
     }
 
 
-def tokens_per_second(info: BatchInfo) -> float | None:
-    """Tokens of finished requests by the time since the first was taken up."""
+def live_speed(store: Store) -> float | None:
+    """Tokens per second of the busy workers together, whichever batch they work on; None if none is busy."""
+    busy = [worker.tokens_per_second for worker in store.workers() if worker.state == "busy"]
+    return sum(busy) if busy else None
+
+
+def tokens_per_second(info: BatchInfo, live: float | None = None) -> float | None:
+    """The ``live`` speed while the batch runs. Without one, and at its end, the mean: tokens of finished requests by
+    the time since the first was taken up."""
+    if info.status == BatchStatus.RUNNING and live is not None:
+        return round(live, 1)
     seconds = _running_seconds(info)
     return round(info.tokens.completion / seconds, 1) if seconds and info.tokens.completion else None
 
@@ -142,7 +154,7 @@ def _running_seconds(info: BatchInfo) -> float | None:
     return ((info.finished_at or datetime.now(UTC)) - info.started_at).total_seconds()
 
 
-def _fields(info: BatchInfo, failures: dict[str, int]) -> dict[str, object]:
+def _fields(info: BatchInfo, failures: dict[str, int], live: float | None) -> dict[str, object]:
     counts = info.counts
     states = {name: count for name, count in asdict(counts).items() if count and name != "total"}
     eta = eta_seconds(info)
@@ -154,7 +166,7 @@ def _fields(info: BatchInfo, failures: dict[str, int]) -> dict[str, object]:
         "requests": f"{counts.total:,}" + (f": {_listed(states)}" if states else ""),
         "failures": _listed(failures) if failures else None,
         "tokens": f"{info.tokens.prompt:,} in prompts, {info.tokens.completion:,} generated",
-        "speed": f"{speed:,} tokens/s" if (speed := tokens_per_second(info)) else None,
+        "speed": f"{speed:,} tokens/s" if (speed := tokens_per_second(info, live)) else None,
         "time left": None if eta is None else f"about {duration(eta)}",
         "model": info.model,
         "queue": info.queue,

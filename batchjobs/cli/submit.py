@@ -43,17 +43,20 @@ def submit_command(ctx: click.Context, /, files: tuple[str, ...], as_json: bool,
     Files hold one JSON object a line, plain or in OpenAI Batch form; gzip is unpacked. The options about sampling
     apply to lines that say nothing themselves.
     """
-    from batchjobs.errors import InvalidInput
+    from batchjobs.errors import InvalidInput, UsageError
+    from batchjobs.models import asked_for
     from batchjobs.submission import Plan
 
     wait, follow, timeout = options.pop("wait"), options.pop("follow"), options.pop("timeout")
     if timeout is not None and not (wait or follow):
         raise click.UsageError("--timeout needs --wait or --follow")
+    if options["key"] == "":
+        raise UsageError("--key must not be empty; leave it out for a batch without a key")
     defaults = defaults_from(options)
     inputs = open_inputs(files)
     with open_client(ctx, model=options["model"], queue=options["queue"], shard_size=options["shard_size"]) as client:
         plan = Plan(
-            model=client.settings.model,
+            model=asked_for(client.settings.model),
             name=options["name"] or _name_from(files),
             queue=client.settings.queue,
             key=options["key"],

@@ -31,6 +31,8 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
     """
     settings = settings_of(ctx, **flags)
     settings = settings_of(ctx, **{**flags, "model": chosen_model(settings.model)})
+    with open_client(ctx, **flags) as client:  # loading takes long: what cannot be reached is said before
+        _ = client.store, client.queue
     try:
         from workers.daemon import run_worker
         from workers.engine import EngineLoop
@@ -75,7 +77,7 @@ def chosen_model(name: str | None) -> str:
 @as_json
 @click.pass_context
 def workers_command(ctx: click.Context, as_json: bool) -> None:
-    """List living workers, and those that ended or fell silent."""
+    """List living workers, and those that ended or fell silent (dead) within the last day."""
     with open_client(ctx) as client:
         rows = client.workers()
     if as_json:
@@ -83,7 +85,7 @@ def workers_command(ctx: click.Context, as_json: bool) -> None:
             out_json(asdict(row))
         return
     if not rows:
-        say("no workers yet; `batchjobs worker` starts one")
+        say("no workers within the last day; `batchjobs worker` starts one")
         return
     columns = ("name", "state", "host", "device", "model", "running", "waiting", "kv", "tokens/s", "heartbeat")
     cells = (
@@ -101,4 +103,4 @@ def workers_command(ctx: click.Context, as_json: bool) -> None:
         )
         for row in rows
     )
-    print_table(columns, cells, right=("running", "waiting", "kv", "tokens/s", "heartbeat"))
+    print_table(columns, cells, whole=("name",), right=("running", "waiting", "kv", "tokens/s", "heartbeat"))

@@ -6,7 +6,7 @@ under the same fence, even past its end, until somebody else claims the shard or
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -27,28 +27,47 @@ if TYPE_CHECKING:
 
 
 class LeasePart(Part):
-    def claimable(self, limit: int, *, after: ShardId | None = None) -> list[tuple[ShardId, Priority]]:
-        """Shards that a worker could claim now, those of the oldest batch first; from behind ``after`` where given."""
+    def claimable(
+        self, limit: int, *, after: ShardId | None = None, models: Collection[str] | None = None
+    ) -> list[tuple[ShardId, Priority]]:
+        """Shards that a worker could claim now, those of the oldest batch first; from behind ``after`` where given.
+
+        ``models`` are the names that the worker's model goes by: shards of batches that ask for another one are left
+        out. None leaves out none.
+        """
         start = after or ShardId("", -1)
-        parameters = {"limit": limit, "after_batch": start.batch_id, "after_shard": start.shard_no}
+        parameters = {"limit": limit, "after_batch": start.batch_id, "after_shard": start.shard_no, **_served(models)}
         with self._database.reading() as connection:
             rows = connection.execute(_CLAIMABLE, parameters)
             return [(ShardId(row.batch_id, row.shard_no), Priority(row.queue)) for row in rows]
 
-    def claimable_count(self) -> int:
-        """How many shards a worker could claim now."""
+    def claimable_count(self, models: Collection[str] | None = None) -> int:
+        """How many shards a worker with such a model (or with any) could claim now."""
         with self._database.reading() as connection:
-            return connection.execute(_CLAIMABLE_COUNT).scalar_one()
+            return connection.execute(_CLAIMABLE_COUNT, _served(models)).scalar_one()
 
-    def claim(self, wanted: Sequence[ShardId], worker: str, ttl_seconds: float) -> list[Lease]:
-        """Leases those of the shards that are claimable; of several workers that try at once, one gets each shard."""
+    def for_other_models(self, wanted: Collection[ShardId], models: Collection[str]) -> set[ShardId]:
+        """Which of these shards are unfinished and of batches that ask for none of these models."""
+        with self._database.reading() as connection:
+            return {
+                ShardId(row.batch_id, row.shard_no)
+                for parameters in named(wanted)
+                for row in connection.execute(_FOR_OTHERS, {**parameters, **_served(models)})
+            }
+
+    def claim(
+        self, wanted: Sequence[ShardId], worker: str, ttl_seconds: float, models: Collection[str] | None = None
+    ) -> list[Lease]:
+        """Leases those of the shards that are claimable with such a model (see :meth:`claimable`); of several workers
+        that try at once, one gets each shard."""
         if not wanted:
             return []
+        terms = {"worker": worker, "ttl": ttl_seconds, **_served(models)}
         with self._database.writing() as connection:
             leases = [
                 Lease(ShardId(row.batch_id, row.shard_no), row.fence, row.attempts)
                 for parameters in named(wanted)
-                for row in connection.execute(_CLAIM, {**parameters, "worker": worker, "ttl": ttl_seconds})
+                for row in connection.execute(_CLAIM, {**parameters, **terms})
             ]
         return sorted(leases, key=lambda lease: (lease.shard.batch_id, lease.shard.shard_no))
 
@@ -79,6 +98,11 @@ class LeasePart(Part):
                 connection.execute(_RELEASE, parameters)
 
 
+def _served(models: Collection[str] | None) -> dict[str, Any]:
+    """Parameters for _IS_SERVED."""
+    return {"any_model": models is None, "models": sorted(models or ())}
+
+
 def _still_held(connection: Connection, leases: Collection[Lease]) -> set[ShardId]:
     rows = locked_shards(connection, [lease.shard for lease in leases])
     states = {shard: (row.state, row.fence) for shard, row in rows.items()}
@@ -92,10 +116,20 @@ _IS_CLAIMABLE = (
     batches.c.cancel_requested_at.is_(None),
     batches.c.paused_at.is_(None),
 )
+_IS_SERVED = sa.or_(
+    sa.bindparam("any_model", type_=sa.Boolean),
+    batches.c.model.is_(None),
+    batches.c.model.in_(sa.bindparam("models", expanding=True, type_=sa.Text)),
+)
+_FOR_OTHERS = (
+    sa.select(shards.c.batch_id, shards.c.shard_no)
+    .join(batches, batches.c.id == shards.c.batch_id)
+    .where(IS_NAMED, IS_UNFINISHED, sa.not_(_IS_SERVED))
+)
 _CLAIMABLE = (
     sa.select(shards.c.batch_id, shards.c.shard_no, batches.c.queue)
     .join(batches, batches.c.id == shards.c.batch_id)
-    .where(*_IS_CLAIMABLE)
+    .where(*_IS_CLAIMABLE, _IS_SERVED)
     .where(
         sa.tuple_(shards.c.batch_id, shards.c.shard_no)
         > sa.tuple_(sa.bindparam("after_batch", type_=sa.Text), sa.bindparam("after_shard", type_=sa.Integer))
@@ -107,13 +141,13 @@ _CLAIMABLE_COUNT = (
     sa.select(sa.func.count())
     .select_from(shards)
     .join(batches, batches.c.id == shards.c.batch_id)
-    .where(*_IS_CLAIMABLE)
+    .where(*_IS_CLAIMABLE, _IS_SERVED)
 )
 # Rows that another claimer has locked are passed over: it gets them. The others are looked at again once locked.
 _FREE = (
     sa.select(shards.c.shard_no)
     .join(batches, batches.c.id == shards.c.batch_id)
-    .where(IS_NAMED, *_IS_CLAIMABLE)
+    .where(IS_NAMED, *_IS_CLAIMABLE, _IS_SERVED)
     .order_by(shards.c.shard_no)
     .with_for_update(of=shards, skip_locked=True)
     .cte("free")

@@ -64,7 +64,10 @@ class WorkerFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """A worker as ``batchjobs workers`` shows it. The age of its heartbeat is by the clock of the database."""
+    """A worker as ``batchjobs workers`` shows it. The age of its heartbeat is by the clock of the database.
+
+    ``state`` is what the worker said last, or "dead" if it fell silent without saying that it stops.
+    """
 
     name: str
     host: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -15,6 +15,12 @@ from batchjobs.tables import model_versions, workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+DEAD_SECONDS = 30.0
+"""A worker that was silent for longer, twice the default lease, is taken to be dead."""
+
+FORGOTTEN_SECONDS = 24 * 3600.0
+"""Workers that ended or fell silent longer ago are not listed."""
 
 _FRESH = asdict(WorkerFigures(state=""))
 
@@ -39,7 +45,8 @@ class WorkerPart(Part):
     def retire_worker(self, worker_name: str, state: str) -> bool:
         """Notes that the worker has ended, and how: stopped, failed. False if it is not registered."""
         ended = {"state": state, "stopped_at": database_instant(), "running": 0, "waiting": 0, "kv_usage_ratio": 0.0}
-        return self._update(worker_name, ended | {"tokens_per_second": 0.0})
+        ended |= {"tokens_per_second": 0.0, "heartbeat_at": database_seconds()}
+        return self._update(worker_name, ended)
 
     def _update(self, worker_name: str, values: Mapping[str, Any]) -> bool:
         with self._database.writing() as connection:
@@ -47,12 +54,18 @@ class WorkerPart(Part):
             return connection.execute(update).rowcount > 0
 
     def workers(self) -> list[WorkerRow]:
-        """All workers, living ones first, by name."""
-        age = (database_seconds() - workers.c.heartbeat_at).label("heartbeat_age_seconds")
-        query = sa.select(workers, age).order_by(workers.c.stopped_at.is_not(None), workers.c.name)
+        """The living workers by name, then the stopped and the dead, the newest end first.
+
+        Dead is one that did not say that it stops and has been silent for ``DEAD_SECONDS`` by the clock of the
+        database: its state is "dead" and its load 0, whatever it said last. Workers that ended or fell silent more
+        than a day ago are left out.
+        """
+        age = database_seconds() - workers.c.heartbeat_at
+        query = sa.select(workers, age.label("heartbeat_age_seconds")).where(age <= FORGOTTEN_SECONDS)
         with self._database.reading() as connection:
-            rows = connection.execute(query).all()
-        return [WorkerRow(**{field.name: getattr(row, field.name) for field in fields(WorkerRow)}) for row in rows]
+            found = connection.execute(query).all()
+        rows = [WorkerRow(**{field.name: getattr(row, field.name) for field in fields(WorkerRow)}) for row in found]
+        return sorted(map(_judged, rows), key=_rank)
 
     def register_model_version(
         self, version: str, name: str, source: str, dtype: str, details: Mapping[str, Any]
@@ -62,3 +75,14 @@ class WorkerPart(Part):
         with self._database.writing() as connection:
             known = insert_if_new(connection, model_versions).values(**row, created_at=database_instant())
             connection.execute(known)
+
+
+def _judged(row: WorkerRow) -> WorkerRow:
+    if row.stopped_at is not None or row.heartbeat_age_seconds <= DEAD_SECONDS:
+        return row
+    return replace(row, state="dead", running=0, waiting=0, kv_usage_ratio=0.0, tokens_per_second=0.0)
+
+
+def _rank(row: WorkerRow) -> tuple[bool, float, str]:
+    gone = row.stopped_at is not None or row.state == "dead"
+    return gone, row.heartbeat_age_seconds if gone else 0.0, row.name

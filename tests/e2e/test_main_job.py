@@ -162,6 +162,16 @@ def test_seeded_answers_are_the_same_however_they_were_made(embedded: Machine, h
     assert texts[0] == texts[1]
 
 
+def test_a_worker_answers_no_batch_that_asks_for_another_model(embedded: Machine, home: Path) -> None:
+    path = write(home, lines(6, max_tokens=4))
+    foreign = embedded.call("submit", path, "--model", "Org/BigModel", "--shard-size", "2").strip()
+    own = embedded.call("submit", path, "--shard-size", "2").strip()
+    embedded.call("worker", "--burst")
+    check_rows(rows(embedded, own), 6)
+    counts = embedded.counts(foreign)
+    assert (counts["queued"], counts["completed"]) == (6, 0)
+
+
 def test_a_broken_line_is_named_and_nothing_is_stored(embedded: Machine, home: Path) -> None:
     path = Path(write(home, lines(20)))
     content = path.read_text().splitlines()

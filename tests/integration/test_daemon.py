@@ -134,7 +134,20 @@ def test_every_request_gets_its_one_outcome(start: Callable[..., ThreadWorker], 
     assert queue.depths() == dict.fromkeys(Priority, 0)
     (row,) = store.workers()
     assert (row.name, row.state, row.model, row.device) == ("w1", "stopped", "stub", "cpu")
+    assert (row.running, row.waiting, row.tokens_per_second) == (0, 0, 0.0)
     assert Worker.all(connection=queue.connection) == []
+
+
+@sqlite
+def test_the_totals_of_a_worker_that_ended_are_complete(settings: Settings, store: Store, queue: JobQueue) -> None:
+    batch_id = submit(store, 12)
+    enqueue(store, queue)
+    rare = settings.model_copy(update={"heartbeat_seconds": 3600.0, "lease_seconds": 3600.0})
+    assert ThreadWorker(rare, store, queue, "w1", burst=True).join() == 0
+    tokens = store.batch(batch_id).tokens
+    (row,) = store.workers()
+    assert (row.generated_tokens, row.prompt_tokens) == (12 * 8, tokens.prompt)
+    assert (row.state, row.running, row.waiting, row.preemptions) == ("stopped", 0, 0, 0)
 
 
 @postgresql

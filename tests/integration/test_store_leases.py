@@ -177,3 +177,15 @@ class TestReleasing:
         store.release([lease])
         assert store.batch(batch_id).counts == Counts(total=4, queued=3, completed=1)
         assert len(store.pending_requests(claim(store, batch_id))) == 3
+
+
+def test_a_batch_that_asks_for_a_model_is_for_workers_with_it(store: Store) -> None:
+    free, small, large = (submit(store, 4, model=model) for model in (None, "small", "/models/large"))
+    everywhere = [ShardId(batch, 0) for batch in (free, small, large)]
+    assert [s for s, _ in store.claimable(9, models={"small", "/models/small"})] == everywhere[:2]
+    assert store.claimable_count({"small"}) == 2
+    assert store.claimable_count() == 3
+    assert store.for_other_models(everywhere, {"small"}) == {everywhere[2]}
+    assert [lease.shard for lease in store.claim(everywhere, "w1", FOREVER, {"small"})] == everywhere[:2]
+    assert [lease.shard for lease in store.claim(everywhere, "w2", FOREVER, {"/models/large"})] == everywhere[2:]
+    assert store.for_other_models(everywhere, set()) == set(everywhere[1:])

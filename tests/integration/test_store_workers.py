@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from batchjobs.store import WorkerFigures, WorkerInfo
 
 if TYPE_CHECKING:
@@ -62,6 +64,47 @@ def test_living_workers_come_first(store: Store) -> None:
         store.register_worker(replace(INFO, name=name))
     store.retire_worker("a", "stopped")
     assert [worker.name for worker in store.workers()] == ["b", "c", "a"]
+
+
+def fall_silent(store: Store, name: str, seconds: float) -> None:
+    """Moves the worker's last sign of life, its end included, into the past."""
+    with store._database.writing() as connection:
+        connection.exec_driver_sql(f"UPDATE workers SET heartbeat_at = heartbeat_at - {seconds} WHERE name = '{name}'")
+
+
+@pytest.mark.parametrize(("silent", "state", "running"), [(20, "busy", 3), (31, "dead", 0)])
+def test_a_worker_that_fell_silent_is_dead(store: Store, silent: float, state: str, running: int) -> None:
+    store.register_worker(INFO)
+    store.beat("w1", FIGURES)
+    fall_silent(store, "w1", silent)
+    [worker] = store.workers()
+    assert (worker.state, worker.running) == (state, running)
+    load = (worker.waiting, worker.kv_usage_ratio, worker.tokens_per_second)
+    assert load == ((0, 0.0, 0.0) if state == "dead" else (5, 0.25, 120.5))
+    assert (worker.generated_tokens, worker.stopped_at) == (7, None)
+    assert store.beat("w1", FIGURES), "it was only suspended"
+    assert [worker.state for worker in store.workers()] == ["busy"]
+
+
+def test_the_stopped_and_dead_of_the_last_day_follow_the_newest_first(store: Store) -> None:
+    for name in ("dead", "forgotten", "b", "stopped", "long-dead", "a", "failed"):
+        store.register_worker(replace(INFO, name=name))
+    for name, state in (("stopped", "stopped"), ("forgotten", "stopped"), ("failed", "failed")):
+        store.retire_worker(name, state)
+    for name, seconds in (("stopped", 5), ("dead", 100), ("failed", 86_000), ("forgotten", 86_401), ("long-dead", 1e6)):
+        fall_silent(store, name, seconds)
+    found = [(worker.name, worker.state) for worker in store.workers()]
+    assert found == [
+        ("a", "loading"), ("b", "loading"), ("stopped", "stopped"), ("dead", "dead"), ("failed", "failed"),
+    ]  # fmt: skip
+
+
+def test_the_end_of_a_worker_is_a_sign_of_life(store: Store) -> None:
+    store.register_worker(INFO)
+    fall_silent(store, "w1", 1e6)
+    store.retire_worker("w1", "failed")
+    [worker] = store.workers()
+    assert 0 <= worker.heartbeat_age_seconds < 60
 
 
 def test_the_age_of_a_heartbeat_is_by_the_clock_of_the_database(store: Store) -> None:

@@ -216,6 +216,24 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     assert (code, made.stderr) == ("141", b"")
 
 
+def test_a_closed_pipe_ends_tables_alike(tmp_path: Path) -> None:
+    """A-cli-01."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATCHJOBS_")}
+    with os.fdopen(writer, "wb") as closed:
+        made = subprocess.run(
+            [sys.executable, "-m", "batchjobs", "config", "show"],
+            cwd=ROOT,
+            env={**kept, "BATCHJOBS_HOME": str(tmp_path)},
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert (made.returncode, made.stderr) == (141, b"")
+
+
 def test_an_ascii_terminal_gets_escapes_and_files_get_utf8(tmp_path: Path) -> None:
     """A-cli-03: nothing fails for the locale's sake; input and JSON are always UTF-8."""
     environment = {

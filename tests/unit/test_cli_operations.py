@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchjobs import checkup
+from batchjobs.database import Database
+from batchjobs.errors import ConnectionFailed
 from batchjobs.store import WorkerInfo
 from tests.support.command_line import CommandLine, command_line
 
@@ -76,7 +78,7 @@ def test_config_shows_values_and_sources_without_passwords(
 
 
 def test_workers_are_listed(command_line: CommandLine) -> None:
-    assert "no workers yet" in command_line.run("workers").stderr
+    assert "no workers within the last day" in command_line.run("workers").stderr
     store = command_line.store()
     info = WorkerInfo(
         name="w1", host="h", pid=5, device="cpu", dtype="float32", model="/m/tiny", model_version="v", state="idle"
@@ -128,6 +130,30 @@ def test_doctor_fails_with_what_to_do(command_line: CommandLine, tmp_path: Path)
     assert f"fail  home: {home} cannot be written" in done.stdout
     assert "fail  database: " in done.stdout
     assert done.stderr == "batchjobs: 2 checks failed\n"
+
+
+@pytest.mark.usefixtures("healthy")
+def test_doctor_says_errors_of_the_system_in_words(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def blocked(settings: object) -> None:
+        (tmp_path / "config").write_text("")
+        (tmp_path / "config").mkdir()
+
+    monkeypatch.setattr(checkup, "_queue", blocked)
+    assert f"fail  queue: {tmp_path / 'config'}: File exists\n" in command_line.run("doctor").stdout
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchjobs.database.os.access", lambda path, mode: path != tmp_path)
+    file = tmp_path / "jobs.sqlite3"
+    file.symlink_to(tmp_path / "nowhere" / "jobs.sqlite3")  # SQLite cannot open it, whoever asks
+    database = Database(f"sqlite:///{file}")
+    reason = f"the folder {tmp_path} cannot be written; change its permissions or choose another one"
+    with pytest.raises(ConnectionFailed) as failed, database.reading():
+        pass
+    database.close()
+    assert str(failed.value) == f"cannot use the SQLite database {file}: {reason}"
 
 
 def test_doctor_finds_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:

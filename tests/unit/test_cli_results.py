@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchjobs.cli.console import print_table
 from batchjobs.cli.files import output
 from batchjobs.errors import UsageError
 from batchjobs.types import FinishReason, RequestStatus
@@ -133,6 +134,33 @@ def test_table_is_for_the_screen(command_line: CommandLine) -> None:
     assert "too long" in shown
 
 
+def test_ids_and_numbers_are_whole_on_narrow_terminals(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = answered(command_line, {"custom_id": "invoice-2024-000017", "prompt": "Hello " * 12})
+    for columns in ("100", "80", "60", "20"):
+        monkeypatch.setenv("COLUMNS", columns)
+        listed = command_line.out("list").splitlines()
+        assert len(listed) == 3
+        assert listed[2].startswith(batch + "  ")
+        shown = command_line.out("results", batch, "--format", "table").splitlines()
+        assert len(shown) == 3
+        assert shown[2].split()[:2] == ["0", "invoice-2024-000017"]
+
+
+def test_tables_fit_and_say_what_was_shortened(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    print_table(("id", "text", "n"), [("0123456789", "a text that is too long", 1234)], right=("n",), whole=("id",))
+    heading, _, row = (line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert heading == "id          text             n"
+    assert row == "0123456789  a text that…  1234"
+    print_table(("id", "text"), [("0123456789", "a text that is too long")])
+    folded = capsys.readouterr().out.splitlines()[2:]
+    assert " ".join(line[12:].strip() for line in folded) == "a text that is too long"
+
+
 def test_crlf_input_leaves_no_carriage_return(command_line: CommandLine) -> None:
     """A-in-07."""
     batch = command_line.out("submit", "-", stdin=b'{"custom_id":"7","prompt":"b"}\r\n').strip()
@@ -143,6 +171,15 @@ def test_crlf_input_leaves_no_carriage_return(command_line: CommandLine) -> None
 
 
 # ---------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_dash_is_stdout_for_answers_only(command_line: CommandLine, tmp_path: Path) -> None:
+    batch = answered(command_line, {"prompt": "a"})
+    assert command_line.out("results", batch, "-o", "-") == command_line.out("results", batch)
+    refused = command_line.run("results", batch, "--format", "openai", "--errors", "-")
+    assert refused.exit_code == 2
+    assert "failures need a file of their own; name one" in refused.stderr
+    assert not (tmp_path / "-").exists()
 
 
 def test_an_existing_file_needs_force(command_line: CommandLine, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchjobs.store import WorkerFigures, WorkerInfo
+from batchjobs.types import ShardId
 from tests.support.answers import answer, answer_all, failure
 from tests.support.command_line import CommandLine, command_line
 
@@ -218,6 +220,27 @@ def test_status_for_people(command_line: CommandLine) -> None:
     assert "requests   2: 2 queued" in shown
 
 
+def test_while_a_batch_runs_its_speed_is_that_of_the_busy_workers(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"})
+    store = command_line.store()
+    for name, state, speed in (("w1", "busy", 1000.25), ("w2", "busy", 34.5), ("w3", "idle", 7.0), ("w4", "busy", 5.0)):
+        store.register_worker(
+            WorkerInfo(name=name, host="h", pid=5, device="cpu", dtype="float32", model="tiny", model_version="v")
+        )
+        store.beat(name, WorkerFigures(state=state, tokens_per_second=speed))
+    with store._database.writing() as connection:
+        connection.exec_driver_sql("UPDATE workers SET heartbeat_at = heartbeat_at - 100 WHERE name = 'w4'")
+    assert command_line.json("status", batch)["tokens_per_second"] is None
+    store.claim([ShardId(batch, 0)], "w1", 3600)
+    assert command_line.json("status", batch)["tokens_per_second"] == 1034.8
+    assert "speed      1,034.8 tokens/s" in command_line.out("status", batch).splitlines()
+    assert [row["tokens_per_second"] for row in command_line.json_lines("list")] == [1034.8]
+    for name in ("w1", "w2"):
+        store.retire_worker(name, "stopped")
+    assert command_line.json("status", batch)["tokens_per_second"] is None
+    store.close()
+
+
 def test_list_shows_the_newest_first(command_line: CommandLine) -> None:
     done = command_line.run("list")
     assert (done.exit_code, done.stdout) == (0, "")
@@ -280,3 +303,9 @@ def test_on_a_terminal_cancel_asks_first(command_line: CommandLine, monkeypatch:
     assert command_line.json("status", batch)["status"] == "queued"
     assert command_line.run("cancel", batch, stdin=b"y\n").exit_code == 0
     assert command_line.json("status", batch)["status"] == "cancelled"
+
+
+def test_an_empty_key_is_refused(command_line: CommandLine) -> None:
+    done = command_line.run("submit", "-", "--key", "", stdin=GOOD.encode())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "batchjobs: --key must not be empty; leave it out for a batch without a key\n"

@@ -82,8 +82,8 @@ class FakeRq:
     def drop(self, shards: Iterable[ShardId]) -> None:
         self.dropped += shards
 
-    def put_back(self, shards: Iterable[ShardId]) -> None:
-        self.queued = [*shards, *self.queued]
+    def put_back(self, shards: Iterable[ShardId], *, at_front: bool = True) -> None:
+        self.queued = [*shards, *self.queued] if at_front else [*self.queued, *shards]
 
     def give_back(self, shards: Iterable[ShardId]) -> None:
         self.given_back += shards
@@ -101,18 +101,23 @@ class FakeStore:
     def __init__(self) -> None:
         self.size = 8
         self.refused: set[ShardId] = set()
+        self.foreign: set[ShardId] = set()  # of batches that ask for another model
         self.ready: list[ShardId] = []
         self.released: list[ShardId] = []
         self.is_away = False
         self.beats: list[WorkerFigures] = []
         self.renewed = 0
 
-    def claim(self, shards: Sequence[ShardId], worker: str, ttl_seconds: float) -> list[Lease]:
+    def claim(self, shards: Sequence[ShardId], worker: str, ttl_seconds: float, models: set[str]) -> list[Lease]:
+        assert models == {"m"}
         if self.is_away:
             raise ConnectionFailed("the database is away")
-        return [Lease(each, 1, 1) for each in shards if each not in self.refused]
+        return [Lease(each, 1, 1) for each in shards if each not in self.refused | self.foreign]
 
-    def claimable(self, limit: int) -> list[tuple[ShardId, Priority]]:
+    def for_other_models(self, shards: set[ShardId], models: set[str]) -> set[ShardId]:
+        return shards & self.foreign
+
+    def claimable(self, limit: int, *, models: set[str]) -> list[tuple[ShardId, Priority]]:
         return [(each, Priority.DEFAULT) for each in self.ready[:limit]]
 
     def pending_requests(self, lease: Lease) -> list[Request]:
@@ -153,6 +158,7 @@ class Parts:
             self.holdings,
             self.recorder,  # type: ignore[arg-type]
             Outcomes("w1", self.loop.engine),  # type: ignore[arg-type]
+            models={"m"},
             lease_seconds=15,
             shard_size=8,
             max_requests=64,
@@ -186,6 +192,7 @@ def test_a_small_engine_has_sixteen_in_waiting(parts: Parts) -> None:
         parts.holdings,
         parts.recorder,  # type: ignore[arg-type]
         parts.intake._outcomes,
+        models={"m"},
         lease_seconds=15,
         shard_size=8,
         max_requests=4,
@@ -324,3 +331,13 @@ class TestUpkeep:
         parts.loop.ticked_at = time.monotonic() - 1000
         upkeep.keep_leases()
         assert [figures.state for figures in parts.store.beats] == ["idle"]
+
+
+def test_shards_for_other_models_go_to_the_end_of_the_queue_and_are_kept() -> None:
+    parts = Parts()
+    parts.rq.queued = [shard(n) for n in range(4)]
+    parts.store.foreign = {shard(0), shard(1), shard(3)}
+    parts.settle()
+    assert parts.rq.started == [shard(2)]
+    assert sorted(s.shard_no for s in parts.rq.queued) == [0, 1, 3]
+    assert parts.rq.dropped == []

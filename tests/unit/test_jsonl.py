@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchjobs.errors import UsageError
-from batchjobs.jsonl import MAX_LINE_BYTES, InvalidLineError, parse_line, read_lines
+from batchjobs.jsonl import MAX_LINE_BYTES, InvalidLineError, open_input, parse_line, read_lines_of
 from batchjobs.sampling_fields import Defaults
 from batchjobs.types import Endpoint, Request
 
 
 def lines_of(content: bytes) -> list[tuple[int, bytes]]:
-    return list(read_lines(io.BytesIO(content)))
+    return list(read_lines_of(io.BytesIO(content), "the input"))
 
 
 def parse(line: bytes | str | dict[str, Any], index: int = 0, **defaults: Any) -> Request:
@@ -79,7 +79,8 @@ def test_gzip_is_unpacked_whatever_the_name(tmp_path: Path) -> None:
     """A-in-18."""
     path = tmp_path / "z.jsonl"
     path.write_bytes(gzip.compress(b'{"prompt":"a"}\n{"prompt":"b"}\n'))
-    assert list(read_lines(path)) == [(1, b'{"prompt":"a"}'), (2, b'{"prompt":"b"}')]
+    with open_input(path) as stream:
+        assert list(read_lines_of(stream, path.name)) == [(1, b'{"prompt":"a"}'), (2, b'{"prompt":"b"}')]
 
 
 def test_gzip_in_gzip_and_damaged_gzip_are_told() -> None:
@@ -110,7 +111,7 @@ def test_a_line_of_exactly_the_limit_is_read() -> None:
 
 def test_missing_file_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*none.jsonl: No such file"):
-        list(read_lines(tmp_path / "none.jsonl"))
+        open_input(tmp_path / "none.jsonl")
 
 
 # --------------------------------------------------------------------------------------------------- strict JSON
@@ -249,6 +250,8 @@ def test_labels_are_kept() -> None:
         ({"prompt": "a", "temperature": 2.5}, "temperature", "temperature must be from 0 to 2, not 2.5"),
         ({"prompt": "a", "temperature": -1}, "temperature", "temperature must be from 0 to 2, not -1"),
         ({"prompt": "a", "top_p": 0}, "top_p", "top_p must be over 0 and at most 1, not 0"),
+        ({"prompt": "a", "seed": 99999999999999999999}, "seed", "seed must be a 64-bit integer"),
+        ({"prompt": "a", "seed": 1.5}, "seed", "seed must be an integer, not a number"),
         ({"prompt": "a", "max_tokens": 10.0}, "max_tokens", "max_tokens must be an integer, not a number"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens must be 1 or more, not 0"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens must be from 0 to max_tokens, not 9"),
@@ -354,11 +357,14 @@ def test_text_parts_are_joined() -> None:
         (openai({}, custom_id=None), "custom_id", "missing custom_id"),
         (openai({}, custom_id=1), "custom_id", "custom_id must be a string, not an integer"),
         (openai({}, extra=1), "extra", 'unknown field "extra"; accepted: body, custom_id, method, url'),
-        (openai({}), "body.messages", "messages must be a list, not null"),
+        (openai({}), "body.messages", "messages is missing"),
+        (openai({"prompt": "a"}), "body.messages", "messages is missing; for a prompt, url must be /v1/completions"),
+        (openai({"messages": None}), "body.messages", "messages must be a list, not null"),
         (openai({"messages": []}), "body.messages", "messages must not be empty"),
         (openai({"messages": [3]}), "body.messages[0]", "messages[0] must be an object with role and content, not an integer"),
         (openai({"messages": [{"role": "tool", "content": "x"}]}), "body.messages[0].role", 'messages[0].role: "tool" is not supported; accepted: system, developer, user, assistant'),
-        (openai({"messages": [{"role": "user"}]}), "body.messages[0].content", "messages[0].content must be a string or a list of text parts, not null"),
+        (openai({"messages": [{"role": "user"}]}), "body.messages[0].content", "messages[0].content is missing"),
+        (openai({"messages": [{"role": "user", "content": None}]}), "body.messages[0].content", "messages[0].content must be a string or a list of text parts, not null"),
         (openai({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}), "body.messages[0].content[0].type", 'messages[0].content[0]: content parts of type "image_url" are not supported, only text'),
         (openai({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}), "body.messages[0].tool_calls", "messages[0].tool_calls is not supported"),
         (chat(prompt="a"), "body.prompt", "prompt is not a field of /v1/chat/completions"),

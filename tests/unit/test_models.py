@@ -8,7 +8,7 @@ import pytest
 
 from batchjobs import models
 from batchjobs.errors import UsageError
-from batchjobs.models import resolve_model, short_name
+from batchjobs.models import asked_for, resolve_model, short_name
 
 
 def test_hub_ids_stay_and_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +24,13 @@ def test_models_are_called_by_hub_id_or_by_the_last_part_of_their_path(tmp_path:
     assert short_name(str(tmp_path / "m.Q4_1.gguf")) == "m.Q4_1"
     assert short_name(f"{tmp_path}/.") == tmp_path.name
     assert short_name("org/name") == "org/name"
+
+
+def test_a_batch_asks_for_what_is_here_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    assert asked_for("m") == asked_for("./m") == str(tmp_path / "m")
+    assert (asked_for("org/name"), asked_for("/only/there"), asked_for(None)) == ("org/name", "/only/there", None)
 
 
 @pytest.mark.parametrize("name", ["./none", "/none/at/all", "none.gguf", "a/b/c"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -44,25 +44,24 @@ def at(done: int, tokens: int, status: BatchStatus = BatchStatus.RUNNING) -> Bat
 
 
 def test_off_a_terminal_there_is_one_line_every_five_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.BatchProgress() as shown:
+    speeds = iter([0.0, 1493.25, 51.0])
+    with progress.BatchProgress(live=lambda: next(speeds)) as shown:
         for second in range(11):
             shown.show(at(second // 2, second * 40))
             clock.now += 1
-        shown.show(replace(at(8, 440), status=BatchStatus.COMPLETED))
+        shown.show(replace(at(8, 440), status=BatchStatus.COMPLETED, finished_at=NOW + timedelta(seconds=11)))
     assert capsys.readouterr().err.splitlines() == [
         "0 of 10 done, 2 running, 0 tokens",
-        "2 of 10 done, 2 running, 200 tokens, 40.0 tokens/s",
-        "5 of 10 done, 2 running, 400 tokens, 40.0 tokens/s",
+        "2 of 10 done, 2 running, 200 tokens, 1,493.2 tokens/s",
+        "5 of 10 done, 2 running, 400 tokens, 51.0 tokens/s",
         "8 of 10 done, 2 running, 440 tokens, 40.0 tokens/s",
     ]
 
 
-def test_the_speed_is_that_of_the_last_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.BatchProgress() as shown:
-        for tokens in (0, 1000, 1000, 1000, 1000):
-            shown.show(at(1, tokens))
-            clock.now += 6
-    assert "tokens/s" not in capsys.readouterr().err.splitlines()[-1]
+def test_with_no_worker_busy_the_speed_is_the_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.BatchProgress(live=lambda: None) as shown:
+        shown.show(replace(at(1, 20_000_000), started_at=datetime.now(UTC) - timedelta(seconds=1_000_000)))
+    assert capsys.readouterr().err == "1 of 10 done, 2 running, 20,000,000 tokens, 20.0 tokens/s\n"
 
 
 def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from batchjobs.text import hide_password, plural, shortened, visible
+from batchjobs.database import parse_url
+from batchjobs.errors import UsageError
+from batchjobs.redis_client import connect
+from batchjobs.text import has_stray_at, hide_password, plural, shortened, visible
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,32 @@ def test_shortened_counts_what_is_shown() -> None:
 def test_passwords_are_hidden(url: str, shown: str) -> None:
     """A-sec-06."""
     assert hide_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "stray"),
+    [
+        ("postgresql://u:p@ss@h/db", True),
+        ("postgresql://u:p@s/s@h/db", True),
+        ("redis://:p@ss@h:1/0", True),
+        ("postgresql://u:p%40ss@h/db", False),
+        ("redis://h:1/0?password=a@b@c", False),
+        ("sqlite:////a@b/c@d.sqlite3", False),
+        ("unix:///run/a@b/c@d.sock", False),
+    ],
+)
+def test_an_at_sign_that_nobody_encoded_is_seen(url: str, stray: bool) -> None:
+    assert has_stray_at(url) is stray
+
+
+def test_an_address_with_a_stray_at_sign_is_refused_without_repeating_it() -> None:
+    for address, parse, setting in (
+        ("postgresql://user:hush@secret@host/db", parse_url, "BATCHJOBS_DATABASE_URL"),
+        ("redis://:hush@secret@host:1/0", connect, "BATCHJOBS_REDIS_URL"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            parse(address)
+        assert str(refused.value) == f"{setting} has more than one @; write each @ of the user or password as %40"
 
 
 def test_plural() -> None:

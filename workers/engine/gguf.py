@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,16 +34,23 @@ def converted(file: Path) -> Path:
     return folder
 
 
-def has_room(file: Path) -> bool:
-    """Whether the cache's disk can take the converted model."""
-    folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return shutil.disk_usage(folder).free > 2 * GROWTH * file.stat().st_size
+def why_not(file: Path) -> str | None:
+    """Why the cache cannot take the converted model; None when it can."""
+    folder = cache_folder() / "models"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"the cache folder {folder} cannot be used ({error.strerror}); set BATCHJOBS_CACHE to another"
+    if not os.access(folder, os.W_OK):
+        return f"the cache folder {folder} cannot be written; set BATCHJOBS_CACHE to another"
+    if free < 2 * GROWTH * file.stat().st_size:
+        return f"the disk of {folder} has too little room; set BATCHJOBS_CACHE to a folder on another"
+    return None
 
 
 def _convert(file: Path, folder: Path) -> None:
     log.warning("converting %s once into %s", file.name, folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as scratch:
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

@@ -130,9 +130,10 @@ def locate(source: str) -> dict[str, str]:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UsageError(f"no such file: {source}; --model takes a folder, a .gguf file or a hub id")
-        if gguf.has_room(path):
+        problem = gguf.why_not(path)
+        if problem is None:
             return {"pretrained_model_name_or_path": str(gguf.converted(path))}
-        log.warning("no room to keep %s converted in the cache: loading it takes long each time", path.name)
+        log.warning("%s is read as it is, which takes long each time: %s", path.name, problem)
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.exists() and not (path / "config.json").is_file():
         raise UsageError(f"{source} holds no config.json: it is not a model folder")
