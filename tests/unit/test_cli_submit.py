@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,7 @@ def test_submit_and_follow_shows_plain_lines(command_line: CommandLine) -> None:
     finish(command_line, first.stdout.strip())
     done = command_line.run("submit", "-", "--key", "k", "--follow", stdin=GOOD.encode())
     assert (done.exit_code, done.stdout) == (0, first.stdout)
-    assert done.stderr == "2 of 2 done, 0 running, 10 tokens\n"
+    assert re.fullmatch(r"2 of 2 done, 0 running, 10 tokens, [\d,]+\.\d tokens/s\n", done.stderr)
 
 
 # --------------------------------------------------------------------------------------------- status, list, wait
