@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,8 +15,10 @@ from batchjobs.text import plural, shortened, visible
 from batchjobs.types import BatchInfo, BatchStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchjobs.client import Client
-    from batchjobs.store import Store
+    from batchjobs.store import Store, WorkerRow
 
 FAILED_REQUESTS = 5
 CANCELLED = 6
@@ -31,10 +34,13 @@ def status_command(ctx: click.Context, batch: str, as_json: bool) -> None:
         info = client.store.batch(batch)
         failures = client.store.failures(batch) if info.counts.failed else {}
         live = live_speed(client.store)
+        note = why_waiting(info, client.workers())
     if as_json:
-        out_json(status_object(info, failures, live))
+        out_json({**status_object(info, failures, live), "note": note})
     else:
         print_fields(_fields(info, failures, live))
+        if note is not None:
+            say(f"note: {note}")
 
 
 @click.command("list")
@@ -128,6 +134,21 @@ def live_speed(store: Store) -> float | None:
     """Tokens per second of the busy workers together, whichever batch they work on; None if none is busy."""
     busy = [worker.tokens_per_second for worker in store.workers() if worker.state == "busy"]
     return sum(busy) if busy else None
+
+
+def why_waiting(info: BatchInfo, workers: Sequence[WorkerRow]) -> str | None:
+    """Why nobody works on a batch that has not ended, if that is so."""
+    alive = [worker for worker in workers if worker.stopped_at is None and worker.state != "dead"]
+    if info.status.is_final:
+        return None
+    if not alive:
+        return "no worker is running; `batchjobs worker` starts one"
+    if info.model is None:
+        return None
+    names = {info.model, PurePath(info.model).name.removesuffix(".gguf")}
+    if any(worker.model in names for worker in alive):
+        return None
+    return f"no living worker has the model that the batch asks for, {visible(info.model)}"
 
 
 def tokens_per_second(info: BatchInfo, live: float | None = None) -> float | None:

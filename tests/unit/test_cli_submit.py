@@ -310,3 +310,17 @@ def test_an_empty_key_is_refused(command_line: CommandLine) -> None:
     done = command_line.run("submit", "-", "--key", "", stdin=GOOD.encode())
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == "batchjobs: --key must not be empty; leave it out for a batch without a key\n"
+
+
+def test_status_says_when_nobody_can_work_on_a_batch(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, options=("--model", "/models/big.gguf"))
+    assert command_line.json("status", batch)["note"] == "no worker is running; `batchjobs worker` starts one"
+    store = command_line.store()
+    shown = {"host": "h", "pid": 5, "device": "cpu", "dtype": "float32", "model_version": "v"}
+    store.register_worker(WorkerInfo(name="w1", model="small", **shown))  # type: ignore[arg-type]
+    assert "note: no living worker has the model that the batch asks for, /models/big.gguf" in (
+        command_line.run("status", batch).stderr
+    )
+    store.register_worker(WorkerInfo(name="w2", model="big", **shown))  # type: ignore[arg-type]
+    assert command_line.json("status", batch)["note"] is None
+    store.close()
