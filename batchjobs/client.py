@@ -132,6 +132,8 @@ class Client:
     def cancel_batch(self, batch_id: str) -> Counts:
         """Cancels what has not ended. Raises NotFound."""
         counts = self.store.cancel_batch(batch_id)
+        with contextlib.suppress(ConnectionFailed):  # workers drop its shards when they come up
+            self.queue.drop_batch(batch_id)
         self._wake_workers()
         return counts
 

@@ -75,6 +75,25 @@ for i = 4, #ARGV do
 end
 """
 
+# Takes the jobs of one batch out of a list, in one pass and at once. KEYS: queue. ARGV: ids' prefix, job keys' prefix.
+_DROP = """
+local dropped = 0
+local kept = {}
+for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
+  if string.sub(id, 1, #ARGV[1]) == ARGV[1] then
+    redis.call('DEL', ARGV[2] .. id)
+    dropped = dropped + 1
+  else
+    kept[#kept + 1] = id
+  end
+end
+if dropped > 0 then
+  redis.call('DEL', KEYS[1])
+  for _, id in ipairs(kept) do redis.call('RPUSH', KEYS[1], id) end
+end
+return dropped
+"""
+
 _UNLOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
@@ -193,6 +212,20 @@ class JobQueue:
             queue.enqueue_many([job_data(ShardId.parse(i), at_front) for i in ids], pipeline=pipe)
             pipe.execute()
         return len(ids)
+
+    def drop_batch(self, batch_id: str) -> int:
+        """Takes the waiting shards of a cancelled batch out of the queues; returns how many it were. Those that workers
+        hold are left to them.
+
+        Raises:
+            ConnectionFailed: Redis cannot be reached. Workers drop the shards when they come up.
+        """
+        prefix = str(ShardId(batch_id, 0)).removesuffix("0")
+        with self._errors():
+            return sum(
+                int(self.connection.eval(_DROP, 1, queue.key, prefix, Job.key_for("")))
+                for queue in self.queues.values()
+            )
 
     def wake(self) -> None:
         """Tells idle workers to look at the queue, and all of them to look for cancellations, now."""

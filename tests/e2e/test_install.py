@@ -64,3 +64,4 @@ def test_a_producer_submits_and_asks_from_the_wheel(environment: Path, tmp_path:
     assert _run(batchjobs, "db", "check", **home)
     _run(batchjobs, "cancel", batch, "--yes", **home)  # with nothing queued, the private Redis server ends by itself
     assert json.loads(_run(batchjobs, "status", batch, "--json", **home).stdout)["counts"]["cancelled"] == 2
+    assert not (tmp_path / "home" / "redis" / "redis.sock").exists()

@@ -237,3 +237,15 @@ def test_a_command_that_was_cut_is_not_sent_again(redis_server: RedisServer) -> 
 def test_the_job_function_refuses_a_plain_rq_worker() -> None:
     with pytest.raises(BatchjobsError, match="start `batchjobs worker` instead"):
         run_shard(BATCH, 3)
+
+
+def test_the_shards_of_a_cancelled_batch_leave_the_queues_and_others_stay(queue: JobQueue) -> None:
+    other = "01J8ZK3T5Q0000000000000001"
+    queue.enqueue([*shards(1, 2), (ShardId(other, 7), Priority.DEFAULT), *shards(3), *shards(4, priority=Priority.LOW)])
+    queue.enqueue([(ShardId(other, 8), Priority.DEFAULT)])
+    assert queue.drop_batch(BATCH) == 4
+    assert queue.queues[Priority.DEFAULT].job_ids == [f"{other}-7", f"{other}-8"]
+    assert queue.depths()[Priority.LOW] == 0
+    assert [Job.exists(f"{BATCH}-{number}", queue.connection) for number in (1, 2, 3, 4)] == [False] * 4
+    assert Job.exists(f"{other}-7", queue.connection)
+    assert queue.drop_batch(BATCH) == 0

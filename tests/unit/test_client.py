@@ -29,10 +29,15 @@ class Queue:
 
     woken = 0
     queued = 0
+    dropped = ""
 
     def enqueue(self, shards: object) -> int:
         self.queued += len(list(shards))  # type: ignore[call-overload]
         return self.queued
+
+    def drop_batch(self, batch_id: str) -> int:
+        self.dropped = batch_id
+        return 1
 
     def wake(self) -> None:
         self.woken += 1
@@ -100,6 +105,7 @@ def test_cancelling_keeps_what_is_finished(client: Client, queue: Queue) -> None
     assert (counts.completed, counts.cancelled) == (2, 2)
     assert batch.cancel() == counts
     assert queue.woken == 2
+    assert queue.dropped == batch.id
     assert batch.status == BatchStatus.CANCELLED
     assert [result.status for result in batch.results()] == ["completed", "completed", "cancelled", "cancelled"]
     client.cancel_request(batch.id, 0)
