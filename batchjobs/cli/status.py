@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchjobs.client import Client
-    from batchjobs.store import Store, WorkerRow
+    from batchjobs.store import WorkerRow
 
 FAILED_REQUESTS = 5
 CANCELLED = 6
@@ -33,8 +33,8 @@ def status_command(ctx: click.Context, batch: str, as_json: bool) -> None:
     with open_client(ctx) as client:
         info = client.store.batch(batch)
         failures = client.store.failures(batch) if info.counts.failed else {}
-        live = live_speed(client.store)
-        note = why_waiting(info, client.workers())
+        workers = client.workers()
+    live, note = live_speed(workers), why_waiting(info, workers)
     if as_json:
         out_json({**status_object(info, failures, live), "note": note})
     else:
@@ -51,7 +51,7 @@ def list_command(ctx: click.Context, limit: int, as_json: bool) -> None:
     """List the newest batches, the newest first."""
     with open_client(ctx) as client:
         batches = client.batches(limit)
-        live = live_speed(client.store) if as_json else None
+        live = live_speed(client.workers()) if as_json else None
     if as_json:
         for info in batches:
             out_json(status_object(info, live=live))
@@ -98,7 +98,7 @@ def wait_and_judge(client: Client, batch_id: str, timeout: float | None, *, quie
     from batchjobs.cli.progress import BatchProgress
     from batchjobs.waiting import wait_for_end
 
-    with BatchProgress(quiet, lambda: live_speed(client.store)) as progress:
+    with BatchProgress(quiet, lambda: live_speed(client.workers())) as progress:
         info = wait_for_end(client.store, batch_id, timeout, progress.show)
     return judge(client, info)
 
@@ -130,15 +130,15 @@ def status_object(info: BatchInfo, failures: dict[str, int] | None = None, live:
     }
 
 
-def live_speed(store: Store) -> float | None:
+def live_speed(workers: Sequence[WorkerRow]) -> float | None:
     """Tokens per second of the busy workers together, whichever batch they work on; None if none is busy."""
-    busy = [worker.tokens_per_second for worker in store.workers() if worker.state == "busy"]
+    busy = [worker.tokens_per_second for worker in workers if worker.state == "busy"]
     return sum(busy) if busy else None
 
 
 def why_waiting(info: BatchInfo, workers: Sequence[WorkerRow]) -> str | None:
     """Why nobody works on a batch that has not ended, if that is so."""
-    alive = [worker for worker in workers if worker.stopped_at is None and worker.state != "dead"]
+    alive = [worker for worker in workers if worker.is_alive]
     if info.status.is_final:
         return None
     if not alive:

@@ -87,3 +87,7 @@ class WorkerRow:
     started_at: datetime
     stopped_at: datetime | None
     heartbeat_age_seconds: float
+
+    @property
+    def is_alive(self) -> bool:
+        return self.stopped_at is None and self.state != "dead"

@@ -84,5 +84,4 @@ def _judged(row: WorkerRow) -> WorkerRow:
 
 
 def _rank(row: WorkerRow) -> tuple[bool, float, str]:
-    gone = row.stopped_at is not None or row.state == "dead"
-    return gone, row.heartbeat_age_seconds if gone else 0.0, row.name
+    return not row.is_alive, 0.0 if row.is_alive else row.heartbeat_age_seconds, row.name

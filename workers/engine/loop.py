@@ -80,11 +80,6 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         return replace(self.engine.stats(), ticked_at=self._ticked_at)
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that were added and have no outcome yet."""
-        return len(self._handlers)
-
     def _run(self) -> None:
         try:
             while self._take_changes():
