@@ -16,6 +16,8 @@ DEFAULT_MAX_TOKENS = 256
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_CHOICES = 128
+RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
 TokenText: TypeAlias = str | tuple[int, ...]
 """The text of one token, or its raw bytes where they are not valid UTF-8 by themselves."""
@@ -77,12 +79,13 @@ class SamplingParams:
     """How the tokens of one request are chosen. Names and meanings follow the OpenAI API and, beyond it, vLLM.
 
     Args:
-        max_tokens: Tokens to generate at most, 1 or more.
+        max_tokens: Tokens to generate at most, 1 or more; 0 only with ``prompt_logprobs``, to score a prompt.
         temperature: 0 to 2. At 0 the most likely token is always taken (greedy).
         top_p: Over 0 to 1: the smallest set of tokens whose probabilities sum to this is kept.
         top_k: The number of most likely tokens to keep; 0 or -1 keeps all.
         min_p: 0 to 1: tokens less likely than this share of the most likely one are dropped.
-        seed: With the position, fixes every draw. A request without one gets one when it is stored.
+        n: Choices to generate, 1 to 128, each drawn from a stream of its own: (seed, choice, position).
+        seed: With the choice and the position, fixes every draw. A request without one gets one when it is stored.
         stop: Strings at which the text ends; the text ends right before the match.
         stop_token_ids: Ids at which generation ends, beside the model's own.
         min_tokens: No end of sequence and no stop token before this many tokens.
@@ -92,6 +95,9 @@ class SamplingParams:
         repetition_penalty: Over 0: logits of tokens in the prompt or the answer are divided (multiplied when negative).
         logit_bias: Added to the logits of these token ids, -100 to 100 each.
         top_logprobs: How many of the most likely tokens to report at each position, 0 to 20.
+        prompt_logprobs: None, or report the logprob of each prompt token and this many of the most likely ones, 0 to 20.
+        response_format: None, or as in the OpenAI API: ``{"type": "json_object"}`` or ``{"type": "json_schema",
+            "json_schema": {"schema": …}}``. The answer is held to it token by token.
 
     Raises:
         InvalidParameter: A value is out of range; ``field`` names it.
@@ -112,6 +118,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int = 0
+    n: int = 1
+    prompt_logprobs: int | None = None
+    response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -119,7 +128,9 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise InvalidParameter(name, f"{name} must be a finite number")
-        _check("max_tokens", self.max_tokens >= 1, "1 or more", self.max_tokens)
+        least = 1 if self.prompt_logprobs is None else 0
+        _check("max_tokens", self.max_tokens >= least, f"{least} or more", self.max_tokens)
+        _check("n", 1 <= self.n <= MAX_CHOICES, f"from 1 to {MAX_CHOICES}", self.n)
         _check("temperature", 0 <= self.temperature <= 2, "from 0 to 2", self.temperature)
         _check("top_p", 0 < self.top_p <= 1, "over 0 and at most 1", self.top_p)
         _check("top_k", self.top_k >= -1, "a positive number, or 0 or -1 for off", self.top_k)
@@ -129,9 +140,18 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty > 0, "over 0", self.repetition_penalty)
         _check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens", self.min_tokens)
         _check("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "from 0 to 20", self.top_logprobs)
+        _check(
+            "prompt_logprobs",
+            0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+            "from 0 to 20",
+            self.prompt_logprobs,
+        )
         _check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer", self.seed)
         if len(self.stop) > MAX_STOP_STRINGS or any(not s for s in self.stop):
             raise InvalidParameter("stop", f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")
+        if self.response_format is not None and self.response_format.get("type") not in RESPONSE_FORMATS:
+            wanted = f"response_format.type must be one of {', '.join(RESPONSE_FORMATS)}"
+            raise InvalidParameter("response_format", wanted)
         if any(t < 0 for t in self.stop_token_ids):
             raise InvalidParameter("stop_token_ids", "stop_token_ids must not be negative")
         for token_id, bias in self.logit_bias.items():

@@ -27,16 +27,41 @@ class PromptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to be continued. ``request_id`` is the caller's own and must not be in the engine already."""
+    """One prompt to be continued. ``request_id`` is the caller's own and must not be in the engine already.
+
+    With ``stream`` every token is told of when it is drawn (:class:`EngineDelta`), beside the output at the end.
+    """
 
     request_id: Hashable
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDelta:
+    """One new token of a streamed request, of its ``choice``. Fields as in :class:`EngineOutput`, for one token."""
+
+    request_id: Hashable
+    choice: int
+    token_id: int
+    logprob: float
+    token_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """How likely the model found the prompt. One entry a prompt token; None for the first, which nothing precedes."""
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenText, ...]
+    logprobs: tuple[float | None, ...]
+    top_logprobs: tuple[TopLogprobs | None, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """The outcome of one request.
+    """The outcome of one request: of its first choice, with the other ones in ``other_choices``.
 
     ``token_ids``, ``tokens``, ``logprobs``, ``token_times`` (and ``top_logprobs``, when asked for) have one entry a
     generated token, an end-of-sequence token included. ``logprobs`` are natural logarithms of the model's own
@@ -45,6 +70,7 @@ class EngineOutput:
     """
 
     request_id: Hashable
+    choice: int = 0
     text: str
     finish_reason: FinishReason
     token_ids: tuple[int, ...]
@@ -58,6 +84,13 @@ class EngineOutput:
     first_token_at: datetime | None
     finished_at: datetime
     error: RequestError | None = None
+    prompt_scores: PromptScores | None = None
+    other_choices: tuple[EngineOutput, ...] = ()
+
+    @property
+    def choices(self) -> tuple[EngineOutput, ...]:
+        """All ``n`` of them, in order."""
+        return (self, *self.other_choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
