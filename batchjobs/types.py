@@ -95,7 +95,7 @@ class SamplingParams:
         repetition_penalty: Over 0: logits of tokens in the prompt or the answer are divided (multiplied when negative).
         logit_bias: Added to the logits of these token ids, -100 to 100 each.
         top_logprobs: How many of the most likely tokens to report at each position, 0 to 20.
-        prompt_logprobs: None, or report the logprob of each prompt token and this many of the most likely ones, 0 to 20.
+        prompt_logprobs: None, or report the logprob of each prompt token and this many of the likeliest ones, 0 to 20.
         response_format: None, or as in the OpenAI API: ``{"type": "json_object"}`` or ``{"type": "json_schema",
             "json_schema": {"schema": …}}``. The answer is held to it token by token.
 
@@ -140,12 +140,8 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty > 0, "over 0", self.repetition_penalty)
         _check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens", self.min_tokens)
         _check("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "from 0 to 20", self.top_logprobs)
-        _check(
-            "prompt_logprobs",
-            0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
-            "from 0 to 20",
-            self.prompt_logprobs,
-        )
+        scored = self.prompt_logprobs or 0
+        _check("prompt_logprobs", 0 <= scored <= MAX_TOP_LOGPROBS, "from 0 to 20", scored)
         _check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer", self.seed)
         if len(self.stop) > MAX_STOP_STRINGS or any(not s for s in self.stop):
             raise InvalidParameter("stop", f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")
