@@ -189,7 +189,7 @@ def _report(
         "total_output_tokens": output,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "attention": ours.engine.runner.backend.name if isinstance(ours, OurEngine) else None,
+        "attention": ours.engine.runner.backends[0].name if isinstance(ours, OurEngine) else None,
         "systems": systems,
     }
 

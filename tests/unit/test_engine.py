@@ -106,8 +106,8 @@ def test_logits_that_are_not_finite_fail_their_own_row(llama: Path, monkeypatch:
     alone = engine.generate(three, GREEDY)
     forward, calls = engine.runner.forward, iter(range(1000))
 
-    def poisoned(batch: object) -> torch.Tensor:
-        logits = forward(batch)  # type: ignore[arg-type]
+    def poisoned(*step: object) -> torch.Tensor:
+        logits = forward(*step)  # type: ignore[arg-type]
         if next(calls) == 2:
             logits = logits.clone()
             logits[1, 7] = float("nan")

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from batchjobs.types import SamplingParams
 from workers.engine import EngineRequest
-from workers.engine.sampler import SHORT_LIST, _filtered, draw_tokens, uniform
+from workers.engine.sampler import BLOCK, SHORT_LIST, sample, score
+from workers.engine.sampling_rows import sampling_rows, uniform
 from workers.engine.sequence import Sequence
 
 
-def sequence(sampling: SamplingParams, tokens: list[int] | None = None, seed: int = 0) -> Sequence:
+def sequence(
+    sampling: SamplingParams,
+    tokens: list[int] | None = None,
+    seed: int = 0,
+    choice: int = 0,
+    stop_ids: frozenset[int] = frozenset(),
+) -> Sequence:
     request = EngineRequest("r", tuple(tokens or [3, 4]), sampling)
-    return Sequence(request, limit=sampling.max_tokens, seed=seed, stop_ids=frozenset(), stop_matcher=None)
+    return Sequence(request, limit=sampling.max_tokens, seed=seed, stop_ids=stop_ids, choice=choice)
+
+
+@dataclass(frozen=True)
+class Draw:
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] | None
+    allowed: bool
+
+
+def draw_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> list[Draw]:
+    """The next token of each sequence from its row of ``logits``, as a step of the engine draws it."""
+    got = sample(logits, sampling_rows(sequences, logits.shape[1]))
+    tops = got.tops or [None] * len(sequences)
+    columns = (got.tokens.tolist(), got.logprobs.tolist(), tops, got.allowed.tolist())
+    return [Draw(*row) for row in zip(*columns, strict=True)]
+
+
+def draws(logits: torch.Tensor, sampling: SamplingParams, count: int) -> Counter[int]:
+    """Tokens by how often they come in ``count`` draws with different seeds from one row."""
+    made = draw_tokens(logits.repeat(count, 1), [sequence(sampling, seed=seed) for seed in range(count)])
+    return Counter(draw.token for draw in made)
 
 
 def naive_candidates(scaled: torch.Tensor, sampling: SamplingParams) -> dict[int, float]:
@@ -53,24 +85,97 @@ def naive_candidates(scaled: torch.Tensor, sampling: SamplingParams) -> dict[int
     ],
 )
 def test_filters_keep_what_the_textbook_keeps(vocabulary: int, sampling: SamplingParams) -> None:
+    """Points spread evenly over [0, 1) must fall on the kept tokens, in proportion to their probability.
+
+    Kept tokens stand best first; where nothing is cut, in the order of the vocabulary.
+    """
     generator = torch.Generator().manual_seed(vocabulary)
-    logits = torch.randn(vocabulary, generator=generator).double() * 3
-    scaled = logits - logits.max()
-    candidates, weights = _filtered(scaled, sampling)
-    got = dict(zip(candidates.tolist(), (weights / weights.sum()).tolist(), strict=True))
-    expected = naive_candidates(scaled, sampling)
-    assert got.keys() == expected.keys()
-    assert got == pytest.approx(expected, abs=1e-9)
+    logits = torch.randn(vocabulary, generator=generator) * 3
+    expected = naive_candidates(logits.double() - logits.double().max(), sampling)
+    if len(expected) == vocabulary:
+        expected = dict(sorted(expected.items()))
+    points = 2000
+    rows = sampling_rows([sequence(sampling)] * points, vocabulary)
+    rows.point = [(i + 0.5) / points for i in range(points)]
+    tokens = sample(logits.repeat(points, 1), rows).tokens.tolist()
+    edges = list(itertools.accumulate(expected.values()))
+    ranked = list(expected)
+    for point, token in zip(rows.point, tokens, strict=True):
+        if min(abs(point - edge) for edge in edges) > 1e-6:  # not on the border of two tokens
+            assert token == ranked[bisect.bisect(edges, point)]
 
 
-def test_draws_follow_the_probabilities() -> None:
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])).clamp(min=-1e9)
-    counts: Counter[int] = Counter()
-    for seed in range(4000):
-        counts[draw_tokens(logits[None], [sequence(SamplingParams(), seed=seed)])[0].token] += 1
-    assert counts[4] == 0
-    for token, share in enumerate([0.5, 0.3, 0.15, 0.05]):
-        assert counts[token] / 4000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 4000))
+@pytest.mark.parametrize("vocabulary", [5, BLOCK, 3 * BLOCK + 7])
+def test_draws_from_everything_follow_the_probabilities(vocabulary: int) -> None:
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(1)) * 2
+    logits[vocabulary - 2] = -torch.inf
+    probabilities = torch.softmax(logits.double(), -1).tolist()
+    counts = draws(logits, SamplingParams(), 4000)
+    likely = sorted(range(vocabulary), key=lambda i: -probabilities[i])[:8]
+    for token in likely:
+        share = probabilities[token]
+        assert counts[token] / 4000 == pytest.approx(share, abs=4.5 * math.sqrt(share * (1 - share) / 4000))
+    assert counts[vocabulary - 2] == 0
+
+
+@pytest.mark.parametrize("point", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=700)])
+def test_the_ends_of_the_unit_interval_fall_on_tokens_that_have_a_probability(
+    point: float, sampling: SamplingParams
+) -> None:
+    logits = torch.full((1, 2 * BLOCK), -torch.inf)
+    logits[0, [5, BLOCK + 3]] = 0.0
+    rows = sampling_rows([sequence(sampling)], logits.shape[1])
+    rows.point = [point]
+    assert int(sample(logits, rows).tokens) in (5, BLOCK + 3)
+
+
+def test_rows_of_a_step_obey_their_own_settings_only() -> None:
+    """A-sp-12, A-sp-13: one row each, then all together in every order."""
+    logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(4)) * 2
+    asked = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1, top_k=1),
+        SamplingParams(temperature=1),
+        SamplingParams(temperature=1.3, top_k=50, top_p=0.5),
+        SamplingParams(temperature=0.7, min_p=0.1),
+        SamplingParams(temperature=1, top_p=0.99, logit_bias={3: 5.0}),
+        SamplingParams(temperature=0, presence_penalty=1.0, top_logprobs=4),
+        SamplingParams(temperature=2, top_k=600, repetition_penalty=1.5),
+    ]
+    alone = [draw_tokens(logits, [sequence(s, seed=i)])[0] for i, s in enumerate(asked)]
+    assert alone[0].token == alone[1].token == int(logits.argmax())
+    order = list(range(len(asked)))
+    for shuffle in range(5):
+        random.Random(shuffle).shuffle(order)
+        together = draw_tokens(logits.repeat(len(asked), 1), [sequence(asked[i], seed=i) for i in order])
+        assert [d.token for d in together] == [alone[i].token for i in order]
+
+
+def test_choices_have_streams_of_their_own() -> None:
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(5))
+    first = [draw_tokens(logits, [sequence(SamplingParams(), seed=7, choice=c)])[0].token for c in range(6)]
+    again = draw_tokens(logits.repeat(6, 1), [sequence(SamplingParams(), seed=7, choice=c) for c in range(6)])
+    assert [d.token for d in again] == first
+    assert len(set(first)) > 1
+
+
+def test_where_nothing_is_left_to_choose_the_row_says_so() -> None:
+    logits = torch.zeros(2, 3)
+    banned = sequence(SamplingParams(temperature=0.5, min_tokens=5), stop_ids=frozenset({0, 1, 2}))
+    free = sequence(SamplingParams(temperature=0.5))
+    assert [d.allowed for d in draw_tokens(logits, [banned, free])] == [False, True]
+
+
+def test_scores_are_the_logprobs_of_given_tokens() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(6))
+    expected = torch.log_softmax(logits.double(), -1)
+    logprobs, tops = score(logits, torch.tensor([1, 2, 39]), 2)
+    assert logprobs.tolist() == pytest.approx([float(expected[i, t]) for i, t in enumerate([1, 2, 39])], abs=1e-5)
+    assert tops is not None
+    assert [[i for i, _ in top] for top in tops] == expected.topk(2).indices.tolist()
+    logits[1, 0] = float("nan")
+    assert [math.isnan(p) for p in score(logits, torch.tensor([1, 2, 39]), 0)[0].tolist()] == [False, True, False]
 
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:

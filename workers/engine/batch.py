@@ -1,7 +1,8 @@
 """A planned step as arrays: one ragged row of tokens, in which every sequence sees only itself.
 
 Row i of a sequence stands at position ``first + i``. Nothing is padded, and no mask is built: ``rows`` says where each
-sequence begins, how much of it is cached, and in which pages.
+sequence begins, how much of it is cached, and in which pages. A token that the step before is still sampling is not
+known here: its row is ``fed`` on the device, from the last token of the sequence's slot.
 """
 
 from __future__ import annotations
@@ -14,33 +15,66 @@ import numpy as np
 from workers.engine.attention.interface import PackedRows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from numpy.typing import NDArray
 
+    from workers.engine.page_tables import PageTables
     from workers.engine.scheduler import Scheduled
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """The inputs of one forward pass over T rows."""
+    """The inputs of one forward pass over T rows.
 
-    input_ids: NDArray[np.int64]  # [T]
+    Logits are needed of the ``sampled_rows``, one for each part of the plan that samples, and of the ``scored_rows``,
+    those that tell how likely a prompt token was; both in the order of the plan.
+    """
+
+    input_ids: NDArray[np.int64]  # [T], 0 where fed
     positions: NDArray[np.int64]  # [T]
-    sampled_rows: NDArray[np.int64]  # [R] rows whose logits are needed, in the order of the plan
-    rows: PackedRows
+    fed_rows: NDArray[np.int64]  # [F]
+    fed_slots: NDArray[np.int64]  # [F]
+    sampled_rows: NDArray[np.int64]  # [R]
+    sampled_slots: NDArray[np.int64]  # [R]
+    scored_rows: NDArray[np.int64]  # [P]
+    scored_tokens: NDArray[np.int64]  # [P] the prompt token after each of these rows
+    rows: list[PackedRows]  # [groups]
 
 
-def pack(plan: list[Scheduled], page_size: int) -> PackedBatch:
+def pack(plan: Sequence[Scheduled], tables: PageTables, page_size: int) -> PackedBatch:
     counts = np.fromiter((part.count for part in plan), np.int32, len(plan))
+    cached = np.fromiter((part.first for part in plan), np.int32, len(plan))
+    slots = np.fromiter((part.slot for part in plan), np.intp, len(plan))
+    samples = np.fromiter((part.samples for part in plan), np.bool_, len(plan))
     starts = np.zeros(len(plan) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     total = int(starts[-1])
-    input_ids, positions = np.empty(total, np.int64), np.empty(total, np.int64)
-    tables = np.zeros((len(plan), max(len(part.sequence.pages) for part in plan)), np.int32)
+    positions = np.arange(total) - np.repeat(starts[:-1] - cached, counts)
+    input_ids = np.zeros(total, np.int64)
+    fed = np.zeros(len(plan), np.bool_)
     for index, part in enumerate(plan):
-        start, first, last = starts[index], part.first, part.first + part.count
-        input_ids[start : start + part.count] = part.sequence.tokens[first:last]
-        positions[start : start + part.count] = np.arange(first, last)
-        tables[index, : len(part.sequence.pages)] = part.sequence.pages
-    cached = np.fromiter((part.first for part in plan), np.int32, len(plan))
-    sampled = np.fromiter((starts[i + 1] - 1 for i, part in enumerate(plan) if part.samples), np.int64)
-    return PackedBatch(input_ids, positions, sampled, PackedRows(starts, cached, tables, page_size))
+        known = part.sequence.tokens[part.first : part.first + part.count]
+        start = starts[index]
+        input_ids[start : start + len(known)] = known
+        fed[index] = len(known) < part.count
+    last_rows = starts[1:].astype(np.int64) - 1
+    width = -(-int((cached + counts).max(initial=0)) // page_size)
+    return PackedBatch(
+        input_ids=input_ids,
+        positions=positions,
+        fed_rows=last_rows[fed],
+        fed_slots=slots[fed],
+        sampled_rows=last_rows[samples],
+        sampled_slots=slots[samples],
+        scored_rows=_joined(starts[i] + r - p.first for i, p in enumerate(plan) if p.scores for r in p.scored_rows),
+        scored_tokens=_joined(p.sequence.tokens[r + 1] for p in plan if p.scores for r in p.scored_rows),
+        rows=[
+            PackedRows(starts, cached, tables.of(group, slots, width), page_size)
+            for group in range(tables.array.shape[0])
+        ],
+    )
+
+
+def _joined(numbers: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(numbers, np.int64)

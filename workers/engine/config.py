@@ -19,10 +19,16 @@ class EngineConfig:
         dtype: ``auto`` (float32 on a CPU, the checkpoint's own elsewhere), ``float32``, ``bfloat16`` or ``float16``.
         page_size: Tokens in one page of the KV cache.
         num_blocks: Pages in the KV cache; None takes a share of the free memory.
+        max_memory_percent: That share, over 0 to 1; None takes 0.25 on a CPU and 0.8 on a GPU.
         allow_block_sharing: Reuse the pages of prompts that begin alike.
         max_batch_tokens: Rows of one packed step at most: longer prompts are prefilled in chunks.
         max_requests_per_batch: Sequences that run at the same time at most.
         scheduler_type: ``fifo``, ``prefix`` (prompts that begin alike together) or ``longest_first``.
+        use_async_batching: Plan a step while the one before it runs; None does so on a GPU.
+        cpu_offload_space: GiB of CPU memory for the pages of sequences that have to give way; 0 computes them again.
+        cpu_offload_space_safety_threshold: The most of the machine's memory that this may be, 0 to 1.
+        max_queue_size: Requests that an EngineLoop lets wait at most; 0 sets no limit.
+        seed: What the seeds of requests without one are drawn from; None draws them at random.
         max_model_len: Tokens of prompt and answer together at most; None takes the model's own limit.
         threads: CPU threads for the forward pass; None leaves torch's choice.
 
@@ -34,10 +40,16 @@ class EngineConfig:
     dtype: str = "auto"
     page_size: int = 16
     num_blocks: int | None = None
+    max_memory_percent: float | None = None
     allow_block_sharing: bool = True
     max_batch_tokens: int = 2048
     max_requests_per_batch: int = 64
     scheduler_type: str = "fifo"
+    use_async_batching: bool | None = None
+    cpu_offload_space: float = 2.0
+    cpu_offload_space_safety_threshold: float = 0.8
+    max_queue_size: int = 0
+    seed: int | None = None
     max_model_len: int | None = None
     threads: int | None = None
 
@@ -51,5 +63,17 @@ class EngineConfig:
                 raise UsageError(f"{name} must be 1 or more, not {getattr(self, name)}")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise UsageError(f"num_blocks must be 2 or more (one page is kept empty), not {self.num_blocks}")
+        for name, least, most in (
+            ("max_memory_percent", 0.0, 1.0),
+            ("cpu_offload_space", 0.0, float("inf")),
+            ("cpu_offload_space_safety_threshold", 0.0, 1.0),
+            ("max_queue_size", 0, float("inf")),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                wanted = f"from {least:g} to {most:g}" if most < float("inf") else f"{least:g} or more"
+                raise UsageError(f"{name} must be {wanted}, not {value}")
+        if self.max_memory_percent == 0:
+            raise UsageError("max_memory_percent must be over 0")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UsageError(f"max_model_len must be 2 or more, not {self.max_model_len}")

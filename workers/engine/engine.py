@@ -6,27 +6,32 @@ it. One request's fault (a bad parameter, a logit that is not finite, a prompt t
 
 from __future__ import annotations
 
-import random
+import math
 import time
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from batchjobs.types import SamplingParams
+from batchjobs.types import FinishReason, SamplingParams
+from workers.engine.admission import Admission
 from workers.engine.batch import pack
 from workers.engine.config import EngineConfig
 from workers.engine.models import choose_device, load_model
+from workers.engine.observer import EngineObserver
+from workers.engine.offload import HostPool
 from workers.engine.pages import PagePool
+from workers.engine.pipeline import Pipeline, Step
 from workers.engine.progress import progress
 from workers.engine.prompts import PromptEncoder
-from workers.engine.requests import EngineOutput, EngineRequest, EngineStats, PromptError
-from workers.engine.runner import Runner
-from workers.engine.sampler import draw_tokens
-from workers.engine.scheduler import Scheduled, Scheduler
+from workers.engine.requests import EngineDelta, EngineOutput, EngineRequest, EngineStats, PromptError
+from workers.engine.runner import Runner, StepResult
+from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
-from workers.engine.text import StopMatcher, Vocabulary
+from workers.engine.structured import GrammarCompiler
+from workers.engine.text import Vocabulary
 
 
 class Engine:
@@ -35,12 +40,15 @@ class Engine:
     Args:
         model: A folder, a ``.gguf`` file or a hub id.
         config: See :class:`EngineConfig`.
+        observer: Told of what happens in each step; can be set later too.
 
     Raises:
         UsageError: The model or a setting cannot be used; the message says why.
     """
 
-    def __init__(self, model: str, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: str, config: EngineConfig | None = None, *, observer: EngineObserver | None = None
+    ) -> None:
         self.config = config or EngineConfig()
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -54,16 +62,44 @@ class Engine:
         self.runner = Runner(loaded, self.config, self.max_model_len)
         self.prompts = PromptEncoder(loaded.tokenizer, self.vocab_size)
         self.vocabulary = Vocabulary(loaded.tokenizer)
-        self.pool = PagePool(self.runner.num_pages, self.config.page_size, sharing=self.config.allow_block_sharing)
+        self.pool = PagePool(
+            self.runner.num_pages,
+            self.config.page_size,
+            windows=[group.window for group in self.runner.groups],
+            sharing=self.config.allow_block_sharing,
+        )
         self.scheduler = Scheduler(
             self.pool,
             max_batch_tokens=self.config.max_batch_tokens,
             max_requests_per_batch=self.config.max_requests_per_batch,
             policy=self.config.scheduler_type,
+            host=HostPool(self.runner.host_pages),
         )
-        self._eos_ids = loaded.eos_ids
-        self._refused: list[Sequence] = []
-        self._prompt_tokens = self._generated_tokens = self._steps = 0
+        self.observer = observer or EngineObserver()
+        self._admission = Admission(
+            pool=self.pool,
+            max_chunk=self.config.max_batch_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            eos_ids=loaded.eos_ids,
+            vocabulary=self.vocabulary,
+            grammars=GrammarCompiler(loaded.tokenizer, self.vocab_size, loaded.eos_ids),
+            seed=self.config.seed,
+        )
+        self._pipeline = Pipeline(self.runner, depth=self._depth(), vocab_size=self.vocab_size)
+        self._in_flight: Step | None = None
+        self._requests: dict[Hashable, list[Sequence]] = {}  # every choice of each request, until all have ended
+        self._ended: list[EngineOutput] = []  # not told of yet
+        self._deltas: list[EngineDelta] = []
+        self._prompt_tokens = self._generated_tokens = self._recomputed_tokens = self._cached_tokens = 0
+
+    @property
+    def observer(self) -> EngineObserver:
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: EngineObserver) -> None:
+        self._observer = self.scheduler.observer = observer
 
     def encode_prompt(self, prompt: str | SequenceOf[int]) -> tuple[int, ...]:
         """Token ids of a text prompt; ids are passed on after a check. Raises PromptError."""
@@ -77,7 +113,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._refused) or self.scheduler.has_work
+        """Whether an output is still to come."""
+        return bool(self._requests or self._ended)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run comes back from the next step, failed with the reason.
@@ -85,27 +122,53 @@ class Engine:
         Raises:
             ValueError: A request with this id is in the engine already.
         """
-        if request.request_id in self.scheduler:
+        if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is in the engine already")
-        sequence = self._sequence(request)
-        if reason := self._reason_to_refuse(request):
-            sequence.fail(reason.code, reason.message)
-            self._refused.append(sequence)
-        else:
-            self.scheduler.add(sequence)
+        try:
+            sequences = self._admission.sequences(request)
+        except PromptError as reason:
+            self._ended.append(self._output(self._admission.refused(request, reason)))
+            return
+        self._requests[request.request_id] = sequences
+        self.scheduler.add(sequences[0])
+        if sequences[0].pending == 0:  # one token to score: nothing precedes it, so there is nothing to compute
+            for sequence in sequences:
+                self._end(sequence, FinishReason.LENGTH)
 
     def cancel(self, request_id: Hashable) -> EngineOutput | None:
-        """End a request between two steps: its partial output, or None when it is not here (any more)."""
-        sequence = self.scheduler.cancel(request_id)
-        return sequence.output(self.vocabulary) if sequence is not None else None
+        """End a request between two steps: what it has so far, or None when it is not here (any more)."""
+        for sequence in self._requests.get(request_id, ()):
+            if not sequence.is_finished:
+                self._end(sequence, FinishReason.CANCELLED)
+        output = next((o for o in self._ended if o.request_id == request_id), None)
+        if output is not None:
+            self._ended.remove(output)
+        return output
 
     def step(self) -> list[EngineOutput]:
-        """Run one packed step and return the requests that ended with it."""
-        ended, self._refused = self._refused, []
-        plan = self.scheduler.schedule()
-        if plan:
-            ended += self._run(plan)
-        return [sequence.output(self.vocabulary) for sequence in ended]
+        """Run one packed step and return the requests that have ended.
+
+        With async batching the step is launched, and the one before it collected. Raises what the forward raises; the
+        engine cannot be used after that.
+        """
+        step = self._launch()
+        self._collect()
+        if step is not None:
+            self._pipeline.sample(step)
+            self._in_flight = step
+        if self._pipeline.depth == 1:
+            self._collect()
+        return self._take_ended()
+
+    def settle(self) -> list[EngineOutput]:
+        """Collect the step in flight without launching another: no token is being made any more."""
+        self._collect()
+        return self._take_ended()
+
+    def take_deltas(self) -> list[EngineDelta]:
+        """The tokens of streamed requests since the last call, in the order in which they were collected."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def generate(
         self,
@@ -137,6 +200,14 @@ class Engine:
                     advance()
         return [outputs["generate", index] for index in range(len(encoded))]
 
+    def warmup(self) -> None:
+        """Prepare whatever is prepared on first use. Makes no token and holds no page."""
+        self._pipeline.warmup()
+
+    def close(self) -> None:
+        """Wait for the device and let go of its thread. The engine is not used after that."""
+        self._pipeline.close()
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self.scheduler.running),
@@ -144,75 +215,125 @@ class Engine:
             kv_usage_ratio=self.pool.usage_ratio,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            cached_tokens=self._cached_tokens,
+            recomputed_tokens=self._recomputed_tokens,
             preemptions=self.scheduler.preemptions,
-            steps=self._steps,
+            offloaded_sequences=self.scheduler.offloads,
+            offloaded_pages=self.scheduler.host.used,
+            steps=self._pipeline.launched,
         )
 
-    def _run(self, plan: list[Scheduled]) -> list[Sequence]:
-        batch = pack(plan, self.pool.page_size)
-        logits = self.runner.forward(batch)
-        self.scheduler.computed(plan)
-        drawing = [part.sequence for part in plan if part.samples]
-        self._steps += 1
-        self._prompt_tokens += sum(part.prompt_tokens for part in plan)
-        if not drawing:
-            return []
-        draws = draw_tokens(logits, drawing)
+    # One step
+
+    def _launch(self) -> Step | None:
+        started = time.monotonic()
+        plan = self.scheduler.schedule()
+        if not plan:
+            return None
+        batch = pack(plan, self.scheduler.tables, self.pool.page_size)
+        for part in plan:
+            self._prompt_tokens += part.prompt_tokens
+            self._recomputed_tokens += part.again
+        number = self._pipeline.launched + 1
+        self.observer.planned(number, plan, started, time.monotonic())
+        return self._pipeline.launch(plan, batch, self.scheduler.take_copies())
+
+    def _collect(self) -> None:
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        result = self._pipeline.collect(step)
+        self.observer.computed(step.number, result.started, result.ended)
+        self._take_scores(step, result)
         now = time.monotonic()
-        self._generated_tokens += len(draws)
-        for sequence, draw in zip(drawing, draws, strict=True):
-            if draw.logprob != draw.logprob:  # NaN
-                step = sequence.generated + 1
-                sequence.fail("non_finite_logits", f"the model gave logits that are not finite at token {step}")
-            else:
-                sequence.accept(draw.token, draw.logprob, draw.top, now)
-        ended = [s for s in drawing if s.is_finished]
-        for sequence in ended:
-            self.scheduler.finish(sequence)
+        for row, part in enumerate(step.sampling):
+            part.sequence.in_flight -= 1
+            if not part.sequence.is_finished:  # else it ended after this step was launched: its row is dropped
+                self._take_token(step.number, part.sequence, result, row, now)
+
+    def _take_scores(self, step: Step, result: StepResult) -> None:
+        row = 0
+        for part in step.plan:
+            rows, row = slice(row, row + part.scores), row + part.scores
+            sequence = part.sequence
+            if sequence.is_finished:
+                continue
+            if part.scores:
+                self._accept_scores(sequence, result, rows)
+            if sequence.limit == 0 and sequence.is_scored and not sequence.is_finished:
+                self._end(sequence, FinishReason.LENGTH)
+
+    def _accept_scores(self, sequence: Sequence, result: StepResult, rows: slice) -> None:
+        if any(map(math.isnan, result.scores[rows])):
+            at = len(sequence.prompt_logprobs) + 1
+            self._fail(sequence, "non_finite_logits", f"the model gave logits that are not finite at prompt token {at}")
+            return
+        sequence.prompt_logprobs += result.scores[rows]
+        wanted = sequence.request.sampling.prompt_logprobs
+        if wanted and result.score_tops is not None:
+            sequence.prompt_tops += [top[:wanted] for top in result.score_tops[rows]]
+
+    def _take_token(self, number: int, sequence: Sequence, result: StepResult, row: int, now: float) -> None:
+        step = sequence.generated + 1
+        if math.isnan(result.logprobs[row]):
+            self._fail(sequence, "non_finite_logits", f"the model gave logits that are not finite at token {step}")
+        elif not result.allowed[row]:
+            self._fail(
+                sequence, "no_token_allowed", f"bans and response format leave no token to choose at token {step}"
+            )
+        else:
+            token, wanted = result.tokens[row], sequence.request.sampling.top_logprobs
+            top = result.tops[row][:wanted] if wanted and result.tops is not None else None
+            sequence.accept(token, result.logprobs[row], top, now)
+            self._generated_tokens += 1
+            self.observer.sampled(number, sequence, token)
+            self._stream(sequence)
+            if sequence.is_finished:
+                self._forget(sequence)
+
+    def _stream(self, sequence: Sequence) -> None:
+        if sequence.request.stream:
+            self._deltas.append(
+                EngineDelta(
+                    request_id=sequence.request.request_id,
+                    choice=sequence.choice,
+                    token_id=sequence.tokens[-1],
+                    logprob=sequence.logprobs[-1],
+                    token_time=sequence.times[-1],
+                )
+            )
+
+    # Ends
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self._forget(sequence)
+
+    def _fail(self, sequence: Sequence, code: str, message: str) -> None:
+        sequence.fail(code, message)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """A choice has ended; with the last one its request has."""
+        self.scheduler.finish(sequence)
+        request_id = sequence.request.request_id
+        choices = self._requests[request_id]
+        if all(choice.is_finished for choice in choices):
+            del self._requests[request_id]
+            self._cached_tokens += choices[0].cached_tokens
+            self._ended.append(self._output(choices))
+
+    def _output(self, choices: list[Sequence]) -> EngineOutput:
+        first, *others = (choice.output(self.vocabulary) for choice in choices)
+        return replace(first, other_choices=tuple(others)) if others else first
+
+    def _take_ended(self) -> list[EngineOutput]:
+        ended, self._ended = self._ended, []
         return ended
 
-    def _sequence(self, request: EngineRequest) -> Sequence:
-        sampling = request.sampling
-        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos_ids)
-        texts = []
-        for stop in sampling.stop:
-            special = self.vocabulary.special_id(stop)
-            if special is None:
-                texts.append(stop)
-            else:
-                stop_ids.add(special)  # special tokens never show in the text, so the token itself is watched for
-        return Sequence(
-            request,
-            limit=max(1, min(sampling.max_tokens, self.max_model_len - len(request.prompt_ids))),
-            seed=random.getrandbits(53) if sampling.seed is None else sampling.seed,
-            stop_ids=frozenset(stop_ids),
-            stop_matcher=StopMatcher(texts, self.vocabulary, from_token=sampling.min_tokens) if texts else None,
-        )
-
-    def _reason_to_refuse(self, request: EngineRequest) -> PromptError | None:
-        length = len(request.prompt_ids)
-        if length == 0:
-            return PromptError("empty_prompt", "the prompt is empty: it gives no token to continue from")
-        if length >= self.max_model_len:
-            return PromptError(
-                "context_length_exceeded",
-                f"the prompt has {length} tokens; the model's context of {self.max_model_len} must hold one more",
-            )
-        ids = [*request.sampling.logit_bias, *request.sampling.stop_token_ids]
-        if bad := [i for i in ids if i >= self.vocab_size]:
-            return PromptError(
-                "invalid_parameter", f"token id {bad[0]} is outside the vocabulary (0 to {self.vocab_size - 1})"
-            )
-        # The last token of an answer is never fed back, so its keys and values take no room.
-        most = min(length + request.sampling.max_tokens, self.max_model_len) - 1
-        if self.pool.pages_for(most) > self.pool.capacity:
-            room = self.pool.capacity * self.pool.page_size
-            return PromptError(
-                "kv_cache_too_small",
-                f"the prompt of {length} tokens and max_tokens {request.sampling.max_tokens} need room for {most} "
-                f"tokens; the KV cache holds {room}",
-            )
-        return None
+    def _depth(self) -> int:
+        beside = self.config.use_async_batching
+        return 2 if (self.device.startswith("cuda") if beside is None else beside) else 1
 
 
 def _one_each(sampling: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> SequenceOf[SamplingParams]:

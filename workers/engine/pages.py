@@ -1,12 +1,13 @@
 """The pages of the KV cache: who holds them, and which prefixes they already contain.
 
-A page that is full belongs to a chain: what it holds depends on its own tokens and on all tokens before them. Chains
-are kept as a tree of nodes; a child is found by (node of its parent, its tokens), compared token by token, so two
-different prefixes can never be taken for each other. The root stands for the weights: after an update of the model
-nothing that the old weights computed can be found again.
+A page belongs to one group of layers: a token position takes one page in each group, and a group whose layers have a
+sliding window lets go of the pages behind it. A position that is full in all groups belongs to a chain: what it holds
+depends on its own tokens and on all tokens before them. Chains are kept as a tree of nodes; a child is found by (its
+parent, its tokens), compared token by token, so two different prefixes can never be taken for each other. The root
+stands for the weights: after an update of the model nothing that the old weights computed can be found again.
 
 Invariants:
-- Page 0 is the null page and never handed out.
+- Page 0 is the null page and never handed out; in a table it stands for "behind the window".
 - Every other page is free, idle (in the tree, held by nobody) or held by one sequence or more.
 - Only full pages are in the tree, and pages in the tree are never written again.
 - Everything here costs the same however large the cache is; eviction takes the idle page that was used least recently,
@@ -16,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -25,25 +26,49 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The longest known beginning of a token sequence: its pages, in order, and the node at which the chain ends."""
+    """The longest known beginning of a token sequence: by group its pages in order, and the node where it ends."""
 
-    pages: list[int]
+    length: int  # in pages
+    pages: list[list[int]]  # [groups][length], 0 behind the group's window
     node: int
 
 
-class PagePool:
-    """Hands out page numbers. ``page_size`` is in tokens; without ``sharing`` every prefix is computed anew."""
+class _Node:
+    """One full page position of a chain, with its page in each group (0: that group's page is gone)."""
 
-    def __init__(self, num_pages: int, page_size: int, *, sharing: bool = True) -> None:
+    __slots__ = ("children", "identity", "key", "pages")
+
+    def __init__(self, identity: int, key: tuple[int, Tokens], groups: int) -> None:
+        self.identity = identity
+        self.key = key
+        self.pages = [0] * groups
+        self.children = 0
+
+
+class PagePool:
+    """Hands out page numbers.
+
+    Args:
+        num_pages: All pages, the null page included.
+        page_size: In tokens.
+        windows: The sliding window of each group of layers in tokens, None where a row sees everything.
+        sharing: Without it every prefix is computed anew.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, *, windows: Sequence[int | None] = (None,), sharing: bool = True
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.windows = tuple(windows)
         self.sharing = sharing
-        self._nodes = count(1)
-        self._root = next(self._nodes)
+        self._identities = count(1)
+        self._root = next(self._identities)
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
-        self._tree: dict[tuple[int, Tokens], tuple[int, int]] = {}  # (parent, tokens) -> (page, node)
-        self._place: dict[int, tuple[int, Tokens]] = {}  # page -> its key in the tree
+        self._tree: dict[tuple[int, Tokens], _Node] = {}
+        self._nodes: dict[int, _Node] = {}
+        self._place: dict[int, tuple[_Node, int]] = {}  # page -> its node and group
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
@@ -66,7 +91,19 @@ class PagePool:
         return self._root
 
     def pages_for(self, tokens: int) -> int:
+        """Positions of a page table that ``tokens`` take up."""
         return -(-tokens // self.page_size)
+
+    def pages_at_most(self, tokens: int, chunk: int) -> int:
+        """Pages that a sequence of ``tokens`` holds at once, in all groups, when up to ``chunk`` rows run together."""
+        everything = self.pages_for(tokens)
+        bounds = (everything if w is None else self.pages_for(w - 1 + chunk) + 1 for w in self.windows)
+        return sum(min(everything, bound) for bound in bounds)
+
+    def first_seen(self, group: int, position: int) -> int:
+        """Index of the first page that a row at ``position`` sees in this group."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.page_size
 
     def is_held(self, page: int) -> bool:
         return self._holders[page] > 0
@@ -80,8 +117,10 @@ class PagePool:
         return taken
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Let go of pages, given in the order of their chain."""
+        """Let go of one group's pages, given in the order of their chain; null pages are passed over."""
         for page in reversed(pages):
+            if not page:
+                continue
             self._holders[page] -= 1
             if self._holders[page]:
                 continue
@@ -91,45 +130,80 @@ class PagePool:
                 self._free.append(page)
 
     def find(self, tokens: Sequence[int]) -> Prefix:
-        """The longest chain of full pages that begins ``tokens``; nothing is taken yet."""
-        pages: list[int] = []
-        node = self._root
-        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            found = self._tree.get((node, tuple(tokens[start : start + self.page_size])))
-            if found is None:
+        """The longest chain of full pages that begins ``tokens`` and whose windows are whole; nothing is taken yet."""
+        size, groups = self.page_size, range(len(self.windows))
+        chain: list[_Node] = []
+        whole_since = [0] * len(self.windows)  # by group: from this page on nothing is missing
+        length, parent = 0, self._root
+        for start in range(0, len(tokens) - size + 1, size):
+            node = self._tree.get((parent, tuple(tokens[start : start + size])))
+            if node is None:
                 break
-            page, node = found
-            pages.append(page)
-        return Prefix(pages, node)
+            chain.append(node)
+            parent = node.identity
+            for group in groups:
+                if not node.pages[group]:
+                    whole_since[group] = len(chain)
+            if all(whole_since[g] <= self.first_seen(g, len(chain) * size) for g in groups):
+                length = len(chain)
+        pages = [self._seen_pages(chain[:length], group) for group in groups]
+        return Prefix(length, pages, chain[length - 1].identity if length else self._root)
 
-    def hold(self, pages: Sequence[int]) -> None:
-        """Become one more holder of pages that :meth:`find` has just found."""
+    def hold(self, pages: Iterable[int]) -> None:
+        """Become one more holder of pages that :meth:`find` has just found; null pages are passed over."""
         for page in pages:
-            self._idle.pop(page, None)
-            self._holders[page] += 1
+            if page:
+                self._idle.pop(page, None)
+                self._holders[page] += 1
 
-    def register(self, page: int, parent: int, tokens: Tokens) -> int:
-        """Put a full page that its holder has computed into the tree; returns its node.
+    def register(self, parent: int, tokens: Tokens, pages: Sequence[int]) -> int:
+        """Put a full position that its holder has computed into the tree, with its page in each group (0: none).
 
-        Where another page holds the same chain already, that one stays, and this page remains its holder's own.
+        Returns its node. Where another sequence's page holds the same already, that one stays, and this sequence's page
+        remains its own.
         """
         if not self.sharing:
             return parent
-        key = (parent, tokens)
-        if key not in self._tree:
-            self._tree[key] = (page, next(self._nodes))
-            self._place[page] = key
-        return self._tree[key][1]
+        node = self._tree.get((parent, tokens))
+        if node is None:
+            node = self._add((parent, tokens))
+        for group, page in enumerate(pages):
+            if page and not node.pages[group] and page not in self._place:
+                node.pages[group] = page
+                self._place[page] = (node, group)
+        return node.identity
 
     def forget(self) -> None:
         """The weights have changed: no chain computed before is found again. Holders keep their pages."""
-        self._root = next(self._nodes)
+        self._root = next(self._identities)
         self._free.extend(self._idle)
         self._idle.clear()
         self._tree.clear()
+        self._nodes.clear()
         self._place.clear()
+
+    def _seen_pages(self, chain: Sequence[_Node], group: int) -> list[int]:
+        first = self.first_seen(group, len(chain) * self.page_size)
+        return [0 if index < first else node.pages[group] for index, node in enumerate(chain)]
+
+    def _add(self, key: tuple[int, Tokens]) -> _Node:
+        node = _Node(next(self._identities), key, len(self.windows))
+        self._tree[key] = self._nodes[node.identity] = node
+        if parent := self._nodes.get(key[0]):
+            parent.children += 1
+        return node
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        del self._tree[self._place.pop(page)]
+        node, group = self._place.pop(page)
+        node.pages[group] = 0
+        self._prune(node)
         return page
+
+    def _prune(self, node: _Node | None) -> None:
+        """Drop nodes that hold no page and lead nowhere."""
+        while node is not None and not node.children and not any(node.pages):
+            del self._tree[node.key], self._nodes[node.identity]
+            node = self._nodes.get(node.key[0])
+            if node is not None:
+                node.children -= 1

@@ -1,8 +1,16 @@
-"""The forward pass: a model whose attention layers read and write our pages, over one packed row of tokens."""
+"""The device's side of a step: copy pages, run the model over one packed row, choose tokens, and keep each slot's last
+token where the next step finds it.
+
+All methods that touch the device are called from one thread, in the order of the steps.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -10,19 +18,41 @@ import torch
 
 from batchjobs.errors import UsageError
 from workers.engine.attention import choose_backend
-from workers.engine.attention.interface import LayerSpec
+from workers.engine.attention.interface import LayerSpec, PackedRows
 from workers.engine.batch import PackedBatch
+from workers.engine.cache import KVCache, group_layers, page_bytes
 from workers.engine.config import EngineConfig
 from workers.engine.layers import PagedLayer, probe_layers
-from workers.engine.models import LoadedModel
+from workers.engine.offload import HostCache, PageCopy, host_pages
+from workers.engine.sampler import sample, score
+
+if TYPE_CHECKING:
+    from workers.engine.models import LoadedModel
+    from workers.engine.sampling_rows import SamplingRows
+    from workers.engine.sequence import TopIds
 
 log = logging.getLogger(__name__)
 
-CACHE_MEMORY_SHARE = 0.25  # of the memory that is free when the cache is made, unless num_blocks says otherwise
+CPU_MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8  # of the free memory, for the cache, unless max_memory_percent says more
+WARMUP_ROWS = (8, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, on the host. The lists follow the plan's parts that sample, and the rows that score."""
+
+    tokens: list[int]
+    logprobs: list[float]  # NaN where the logits were not finite
+    allowed: list[bool]
+    tops: list[TopIds] | None
+    scores: list[float]
+    score_tops: list[TopIds] | None
+    started: float  # monotonic: when the device began with the step, and when it had finished
+    ended: float
 
 
 class Runner:
-    """Owns the model's pages. One forward at a time."""
+    """Owns the model's pages. One step at a time."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, max_model_len: int) -> None:
         self.model = loaded.model
@@ -30,36 +60,95 @@ class Runner:
         with torch.inference_mode():
             layers = probe_layers(loaded.model, loaded.name)
         specs = [spec for _, spec in layers]
-        self.backend = choose_backend(self.device, loaded.model.dtype, specs)
-        self.num_pages = config.num_blocks or self._affordable_pages(specs, config, max_model_len)
-        for module, spec in layers:
-            cache = self.backend.allocate(spec, self.num_pages, config.page_size, loaded.model.dtype, self.device)
-            module.paged_attention = PagedLayer(spec, self.backend, cache)  # type: ignore[assignment]
+        self.groups = group_layers(specs)
+        self.page_size = config.page_size
+        self.backends = [choose_backend(self.device, loaded.model.dtype, specs) for _ in self.groups]
+        useful = -(-max_model_len // config.page_size) * config.max_requests_per_batch * len(self.groups)
+        self.num_pages = config.num_blocks or self._affordable_pages(specs, config, useful + 1)
+        self.cache = KVCache(
+            specs,
+            self.groups,
+            self.backends[0],
+            num_pages=self.num_pages,
+            page_size=config.page_size,
+            dtype=loaded.model.dtype,
+            device=self.device,
+        )
+        self.host_pages = host_pages(
+            config.cpu_offload_space,
+            threshold=config.cpu_offload_space_safety_threshold,
+            page_bytes=self.cache.page_bytes,
+            useful=useful,
+        )
+        self._host = HostCache(self.cache, self.host_pages)
+        self._bind(layers)
+        self._last_tokens = torch.zeros(config.max_requests_per_batch, dtype=torch.long, device=self.device)
+        self._started = 0.0
 
     @torch.inference_mode()
-    def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """One packed step. Returns the logits of the rows that sample: [R, V] float32."""
-        self.backend.begin(batch.rows)
+    def forward(self, batch: PackedBatch, copies: Sequence[PageCopy]) -> torch.Tensor:
+        """One packed step. Returns the logits of its sampled rows and then of its scored rows: [R + P, V] float32."""
+        self._started = time.monotonic()
+        self._host.copy(copies)
+        for backend, rows in zip(self.backends, batch.rows, strict=True):
+            backend.begin(rows)
+        input_ids = self._on_device(batch.input_ids)  # [T]
+        if len(batch.fed_rows):
+            input_ids[self._on_device(batch.fed_rows)] = self._last_tokens[self._on_device(batch.fed_slots)]
+        wanted = np.concatenate((batch.sampled_rows, batch.scored_rows))
         output = self.model(
-            input_ids=self._on_device(batch.input_ids)[None],  # [1, T]
+            input_ids=input_ids[None],  # [1, T]
             position_ids=self._on_device(batch.positions)[None],  # [1, T]
             use_cache=False,
-            logits_to_keep=self._on_device(batch.sampled_rows),
+            logits_to_keep=self._on_device(wanted),
         )
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, batch: PackedBatch, rows: SamplingRows, score_top: int) -> StepResult:
+        """Choose the tokens of the sampled rows, keep them for the next step, and score the prompt's rows."""
+        sampled = sample(logits[: rows.count], rows)
+        self._last_tokens[self._on_device(batch.sampled_slots)] = sampled.tokens
+        scores, score_tops = score(logits[rows.count :], self._on_device(batch.scored_tokens), score_top)
+        return StepResult(
+            tokens=sampled.tokens.tolist(),
+            logprobs=sampled.logprobs.tolist(),
+            allowed=sampled.allowed.tolist(),
+            tops=sampled.tops,
+            scores=scores.tolist(),
+            score_tops=score_tops,
+            started=self._started,
+            ended=time.monotonic(),
+        )
+
+    def warmup(self) -> None:
+        """Run a prefill and a decode step into the null page: whatever is prepared on first use is ready then."""
+        for count in WARMUP_ROWS:
+            starts = np.array([0, count], np.int32)
+            tables = np.zeros((1, -(-count // self.page_size)), np.int32)
+            rows = PackedRows(starts, np.zeros(1, np.int32), tables, self.page_size)
+            none = np.zeros(0, np.int64)
+            ids, last = np.zeros(count, np.int64), np.array([count - 1])
+            batch = PackedBatch(ids, np.arange(count), none, none, last, none, none, none, [rows] * len(self.groups))
+            self.forward(batch, ())
+
+    def _bind(self, layers: Sequence[tuple[torch.nn.Module, LayerSpec]]) -> None:
+        group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        for index, (module, spec) in enumerate(layers):
+            paged = PagedLayer(spec, self.backends[group_of[index]], self.cache.layer(index))
+            module.paged_attention = paged  # type: ignore[assignment]
+
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _affordable_pages(self, specs: list[LayerSpec], config: EngineConfig, max_model_len: int) -> int:
+    def _affordable_pages(self, specs: list[LayerSpec], config: EngineConfig, useful: int) -> int:
         """As many pages as the free memory allows and the running sequences can ever use."""
-        item = self.model.dtype.itemsize
-        page_bytes = sum(s.num_kv_heads * (s.head_dim + s.value_dim) for s in specs) * config.page_size * item
-        useful = -(-max_model_len // config.page_size) * config.max_requests_per_batch + 1
-        affordable = int(self._free_bytes() * CACHE_MEMORY_SHARE) // page_bytes
+        one = page_bytes(specs, self.groups, config.page_size, self.model.dtype)
+        share = GPU_MEMORY_SHARE if self.device.type == "cuda" else CPU_MEMORY_SHARE
+        affordable = int(self._free_bytes() * (config.max_memory_percent or share)) // one
         if affordable < 2:
-            raise UsageError(f"no memory for the KV cache: one page takes {page_bytes / 2**20:.1f} MiB; set num_blocks")
+            raise UsageError(f"no memory for the KV cache: one page takes {one / 2**20:.1f} MiB; set num_blocks")
         return int(min(useful, affordable))
 
     def _free_bytes(self) -> int:

@@ -1,155 +1,182 @@
-"""From logits to tokens, for rows with different parameters.
+"""From logits to tokens, on the device, for all rows of a step at once whatever each of them asks for.
 
-What it keeps true: a token depends on its own row of logits and on (seed, choice, position) only, whatever the other
-rows ask for; logprobs are those of the model's own distribution, before any of the processing here.
+What it keeps true: a token depends on its own row of logits and on (seed, choice, position) only; logprobs are those of
+the model's own distribution, before any of the processing here. Order of the processing: penalties, bias, bans and
+grammar, then temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from batchjobs.types import SamplingParams
-from workers.engine.sequence import Sequence
+if TYPE_CHECKING:
+    from workers.engine.sampling_rows import Cells, SamplingRows
+    from workers.engine.sequence import TopIds
 
 SHORT_LIST = 256  # candidates looked at first: enough for nearly every top-k and top-p, far cheaper than a full sort
-_MASK = (1 << 64) - 1
+BLOCK = 256  # tokens whose probabilities are summed first when a row draws from its whole distribution
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """One sampled token. ``logprob`` is NaN when the row's logits were not finite; then ``token`` means nothing."""
+class Sampled:
+    """Of R rows. ``logprobs`` are NaN where a row's logits were not finite; then its token means nothing."""
 
-    token: int
-    logprob: float
-    top: list[tuple[int, float]] | None
+    tokens: torch.Tensor  # [R] int64
+    logprobs: torch.Tensor  # [R] float32
+    allowed: torch.Tensor  # [R] bool: some token was left to choose from
+    tops: list[TopIds] | None
 
 
-def draw_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> list[Draw]:
-    """Draw the next token of each sequence from its row of ``logits`` [R, V] float32."""
+def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """Choose the next token of each row of ``logits`` [R, V] float32."""
     normalisers = torch.logsumexp(logits, dim=-1)  # [R]
+    finite = normalisers.isfinite()
     tokens = logits.argmax(dim=-1)  # [R]
-    for row, sequence in enumerate(sequences):
-        if _needs_more_than_argmax(sequence.request.sampling, sequence) and bool(normalisers[row].isfinite()):
-            tokens[row] = _choose(logits[row], sequence)
+    allowed = torch.ones_like(finite)
+    if rows.changed or rows.drawn:
+        _choose(torch.where(finite[:, None], logits, 0.0), rows, tokens, allowed)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - normalisers
-    tops = _most_likely(logits, normalisers, sequences)
-    return [Draw(t, p, top) for t, p, top in zip(tokens.tolist(), logprobs.tolist(), tops, strict=True)]
+    logprobs = torch.where(finite, logprobs, torch.nan)
+    return Sampled(tokens, logprobs, allowed, most_likely(logits, normalisers, rows.top_logprobs))
 
 
-def _needs_more_than_argmax(sampling: SamplingParams, sequence: Sequence) -> bool:
-    return not sampling.is_greedy or _has_processing(sampling) or sequence.generated < sampling.min_tokens
+def score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, list[TopIds] | None]:
+    """Logprobs [P] of given ``tokens`` under ``logits`` [P, V], and the ``top`` most likely ones; NaN as above."""
+    normalisers = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - normalisers
+    logprobs = torch.where(normalisers.isfinite(), logprobs, torch.nan)
+    return logprobs, most_likely(logits, normalisers, top)
 
 
-def _has_processing(sampling: SamplingParams) -> bool:
-    return bool(
-        sampling.logit_bias
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.repetition_penalty != 1.0
-    )
+def most_likely(logits: torch.Tensor, normalisers: torch.Tensor, count: int) -> list[TopIds] | None:
+    """The ``count`` most likely tokens of each row with their logprobs, best first; None when none are wanted."""
+    if not count:
+        return None
+    values, ids = torch.topk(logits, min(count, logits.shape[1]))
+    logprobs = values - normalisers[:, None]
+    return [list(zip(i, p, strict=True)) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
 
-def _choose(logits: torch.Tensor, sequence: Sequence) -> int:
-    """Process one row [V] as its request asks, then take the best token or draw one."""
-    sampling = sequence.request.sampling
-    row = _processed(logits, sequence)
-    if sampling.is_greedy:
-        return int(row.argmax())
-    # Subtracting the maximum first keeps the smallest temperatures from overflowing.
-    scaled = ((row - row.max()).double() / sampling.temperature).clamp_(min=-1e30)
-    point = uniform(sequence.seed, 0, sequence.generated)
-    if _keeps_all(sampling, scaled.shape[0]):
-        return _invert(torch.softmax(scaled, dim=-1), point)
-    candidates, probabilities = _filtered(scaled, sampling)
-    return int(candidates[_invert(probabilities, point)])
+def _choose(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Overwrite the tokens of the rows that are processed or drawn."""
+    device = logits.device
+    changed = torch.tensor(rows.changed, device=device, dtype=torch.long)
+    processed = _processed(logits, rows) if rows.changed else logits
+    if rows.changed:
+        tokens[changed] = processed[changed].argmax(dim=-1)
+        allowed[changed] = processed[changed].max(dim=-1).values > -torch.inf
+    if not rows.drawn:
+        return
+    drawn = torch.tensor(rows.drawn, device=device)
+    scaled = processed[drawn].double()
+    scaled = scaled - scaled.max(dim=-1, keepdim=True).values
+    scaled = (scaled / _column(rows.temperature, device)).clamp_(min=-1e30).nan_to_num_(nan=-1e30)
+    point = _column(rows.point, device)
+    top_k, top_p, min_p = (_column(values, device) for values in (rows.top_k, rows.top_p, rows.min_p))
+    keeps_all = ((top_k >= logits.shape[1]) & (top_p == 1.0) & (min_p == 0.0))[:, 0]
+    for some, draw in ((keeps_all, _draw_from_all), (~keeps_all, _draw_filtered)):
+        if bool(some.any()):
+            tokens[drawn[some]] = draw(scaled[some], point[some], top_k[some], top_p[some], min_p[some])
 
 
-def _processed(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-    """Penalties, bias and the ban on early ends, on a copy. Definitions as in vLLM and the OpenAI API."""
-    sampling = sequence.request.sampling
-    row = logits.clone()
-    if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        counts = Counter(sequence.tokens[sequence.prompt_len :])
-        if counts:
-            ids = torch.tensor(list(counts), device=row.device)
-            uses = torch.tensor(list(counts.values()), device=row.device, dtype=row.dtype)
-            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * uses
-    for token, bias in sampling.logit_bias.items():
-        row[token] += bias
-    if sequence.generated < sampling.min_tokens and sequence.stop_ids:
-        row[torch.tensor(sorted(sequence.stop_ids), device=row.device)] = -torch.inf
-    return row
+def _column(values: list[float] | list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device, dtype=torch.float64)[:, None]
 
 
-def _keeps_all(sampling: SamplingParams, vocabulary: int) -> bool:
-    return (sampling.top_k <= 0 or sampling.top_k >= vocabulary) and sampling.top_p == 1.0 and sampling.min_p == 0.0
+def _processed(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    logits = logits.clone()
+    if rows.repeated.rows:
+        at, factors = _cells(rows.repeated, logits)
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / factors, values * factors)
+    if rows.added.rows:
+        at, shifts = _cells(rows.added, logits)
+        logits[at] += shifts
+    if rows.banned.rows:
+        logits[_cells(rows.banned, logits)[0]] = -torch.inf
+    if rows.masked:
+        masked = torch.tensor(rows.masked, device=logits.device)
+        bits = np.unpackbits(np.stack(rows.masks).view(np.uint8), axis=1, bitorder="little")
+        allows = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device).bool()
+        logits[masked] = torch.where(allows, logits[masked], -torch.inf)
+    return logits
 
 
-def _filtered(scaled: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidates that top-k, top-p and min-p leave, best first, with their (unnormalised) probabilities.
+def _cells(cells: Cells, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    device = logits.device
+    at = torch.tensor(cells.rows, device=device), torch.tensor(cells.tokens, device=device)
+    return at, torch.tensor(cells.values, device=device, dtype=logits.dtype)
 
-    ``scaled`` [V] are logits over temperature. top-p counts the mass that top-k left, as vLLM and transformers do. A
-    short list answers exactly whenever the rest of the vocabulary is cut anyway; otherwise everything is sorted.
+
+def _draw_from_all(
+    scaled: torch.Tensor, point: torch.Tensor, _top_k: torch.Tensor, _top_p: torch.Tensor, _min_p: torch.Tensor
+) -> torch.Tensor:
+    """Invert the cumulated probability in two levels: blocks, then the tokens of one block."""
+    rows, vocabulary = scaled.shape
+    weights = torch.nn.functional.pad(scaled.exp(), (0, -vocabulary % BLOCK)).view(rows, -1, BLOCK)
+    sums = weights.sum(dim=-1).cumsum(dim=-1)  # [D, blocks]
+    target = sums[:, -1:] * point
+    block = _first_over(sums, target)  # [D, 1]
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    within = weights[torch.arange(rows, device=scaled.device), block[:, 0]]  # [D, BLOCK]
+    return (block * BLOCK + _first_over(before + within.cumsum(dim=-1), target))[:, 0]
+
+
+def _draw_filtered(
+    scaled: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Draw among the candidates that top-k, top-p and min-p leave, best first.
+
+    top-p counts the mass that top-k left, as vLLM and transformers do. A short list answers exactly where the rest of
+    the vocabulary is cut anyway; the other rows are sorted whole.
     """
-    vocabulary = scaled.shape[0]
-    limited = 0 < sampling.top_k < vocabulary
-    size = sampling.top_k if limited else min(SHORT_LIST, vocabulary)
-    while True:
-        values, candidates = torch.topk(scaled, size)
-        weights = values.exp()
-        probabilities = weights / (weights.sum() if limited else scaled.exp().sum())
-        mass_before = probabilities.cumsum(0) - probabilities
-        keep = (mass_before < sampling.top_p) & (probabilities >= sampling.min_p * probabilities[0])
-        keep[0] = True
-        if limited or size == vocabulary or not bool(keep[-1]):
-            return candidates[keep], probabilities[keep]
-        size = vocabulary
+    vocabulary = scaled.shape[1]
+    size = min(SHORT_LIST, vocabulary)
+    values, candidates = torch.topk(scaled, size)  # [D, size]
+    chosen, is_exact = _draw_among(scaled, values, candidates, point, top_k, top_p, min_p)
+    if size < vocabulary and not bool(is_exact.all()):
+        rest = ~is_exact
+        values, candidates = torch.sort(scaled[rest], descending=True, stable=True)
+        parameters = (t[rest] for t in (point, top_k, top_p, min_p))
+        chosen[rest] = _draw_among(scaled[rest], values, candidates, *parameters)[0]
+    return chosen
 
 
-def _invert(probabilities: torch.Tensor, point: float) -> int:
-    """The first index at which the cumulated probability exceeds ``point`` (0 to 1) of the whole."""
-    cumulated = probabilities.cumsum(0)
-    index = int(torch.searchsorted(cumulated, cumulated[-1] * point, right=True))
-    # Rounding can carry the point past the end: then the last candidate that has any probability is meant.
-    return min(index, int(probabilities.nonzero()[-1]))
+def _draw_among(
+    scaled: torch.Tensor,
+    values: torch.Tensor,
+    candidates: torch.Tensor,
+    point: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draw a row from sorted ``candidates`` [D, S], and whether no candidate beyond them could have been kept."""
+    rank = torch.arange(values.shape[1], device=values.device)
+    weights = torch.where(rank < top_k, values.exp(), 0.0)
+    limited = top_k <= values.shape[1]  # the list holds all that top-k leaves
+    total = torch.where(limited, weights.sum(dim=-1, keepdim=True), scaled.exp().sum(dim=-1, keepdim=True))
+    probabilities = weights / total
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    keep = (mass_before < top_p) & (probabilities >= min_p * probabilities[:, :1]) & (rank < top_k)
+    keep[:, 0] = True
+    # With a top-k beyond the list, the mass that top-k leaves is not known from the list: such a row is sorted whole.
+    whole = values.shape[1] == scaled.shape[1]
+    unknown = (top_k > values.shape[1]) & (top_k < scaled.shape[1])
+    is_exact = (limited | ~(keep[:, -1:] | unknown))[:, 0] | whole
+    kept = torch.where(keep, probabilities, 0.0)
+    cumulated = kept.cumsum(dim=-1)
+    return candidates.gather(1, _first_over(cumulated, cumulated[:, -1:] * point))[:, 0], is_exact
 
 
-def _most_likely(
-    logits: torch.Tensor, normalisers: torch.Tensor, sequences: list[Sequence]
-) -> list[list[tuple[int, float]] | None]:
-    """The ``top_logprobs`` of each row that asks for them."""
-    wanted = [s.request.sampling.top_logprobs for s in sequences]
-    rows = [i for i, n in enumerate(wanted) if n]
-    tops: list[list[tuple[int, float]] | None] = [None] * len(sequences)
-    if not rows:
-        return tops
-    values, ids = torch.topk(logits[rows], min(max(wanted), logits.shape[1]))
-    logprobs = (values - normalisers[rows][:, None]).tolist()
-    for row, row_ids, row_logprobs in zip(rows, ids.tolist(), logprobs, strict=True):
-        tops[row] = list(zip(row_ids, row_logprobs, strict=True))[: wanted[row]]
-    return tops
+def _first_over(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """By row the first index whose cumulated value exceeds the target, [D, 1].
 
-
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) for one draw: a counter-based generator, so no draw depends on how many came before it.
-
-    Chained finalisers of SplitMix64 (Steele, Lea and Flood, 2014).
+    Rounding can carry the target to the very end: then the last index that adds anything is meant.
     """
-    state = _mix(seed & _MASK)
-    state = _mix((state + choice * 0x9E3779B97F4A7C15) & _MASK)
-    state = _mix((state + position * 0xD1342543DE82EF95) & _MASK)
-    return (state >> 11) * 2.0**-53
-
-
-def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cumulated, target.contiguous(), right=True), last)

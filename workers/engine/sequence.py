@@ -1,25 +1,31 @@
-"""One request's live state inside the engine.
+"""One choice of one request: its live state inside the engine.
 
 Invariants:
-- ``computed`` tokens have their keys and values in ``pages``; a step or a prefix that is found raises it, preemption
-  sets it back to 0.
-- A token is sampled exactly when ``computed`` catches up with ``len(tokens)``: decode, chunked prefill and resuming
-  after preemption are this one rule.
+- ``computed`` tokens have their keys and values in ``pages`` once the steps launched so far have run; a step, a prefix
+  that is found or pages that come back from the host raise it, giving way sets it back to 0.
+- ``in_flight`` tokens are being sampled: they are not in ``tokens`` yet. A token is sampled exactly when ``computed``
+  catches up with the tokens known and in flight: decode, chunked prefill and resuming are this one rule.
 - ``logprobs``, ``times`` and (when asked for) ``top_logprobs`` grow together with the generated tokens.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from batchjobs.types import FinishReason, RequestError
-from workers.engine.requests import EngineOutput
+from workers.engine.requests import EngineOutput, PromptScores
 
 if TYPE_CHECKING:
+    from workers.engine.offload import Offloaded
     from workers.engine.requests import EngineRequest
+    from workers.engine.structured import GrammarMatcher
     from workers.engine.text import StopMatcher, Vocabulary
+
+TopIds = list[tuple[int, float]]
+"""The most likely tokens of one position, best first: (token id, logprob)."""
 
 
 class Sequence:
@@ -28,15 +34,25 @@ class Sequence:
     __slots__ = (
         "cached_tokens",
         "chain",
+        "choice",
         "computed",
         "error",
         "finish_reason",
+        "followers",
+        "grammar",
+        "in_flight",
         "limit",
         "logprobs",
+        "offloaded",
         "pages",
         "prompt_len",
+        "prompt_logprobs",
+        "prompt_tops",
+        "reached",
         "registered",
+        "released",
         "request",
+        "scored",
         "seed",
         "slot",
         "started",
@@ -46,6 +62,7 @@ class Sequence:
         "times",
         "tokens",
         "top_logprobs",
+        "uses",
     )
 
     def __init__(
@@ -55,24 +72,40 @@ class Sequence:
         limit: int,
         seed: int,
         stop_ids: frozenset[int],
-        stop_matcher: StopMatcher | None,
+        choice: int = 0,
+        stop_matcher: StopMatcher | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         self.request = request
+        self.choice = choice
         self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit  # generated tokens at most, the room in the model's context considered
         self.seed = seed
         self.stop_ids = stop_ids
         self.stop_matcher = stop_matcher
+        self.grammar = grammar
+        self.followers: list[Sequence] = []  # the other choices, until the prompt is computed for all of them
+        self.in_flight = 0
+        self.uses: Counter[int] = Counter()  # generated tokens by id, kept where penalties ask for it
+
+        self.slot = -1  # index among the running sequences; -1 while waiting
         self.computed = 0
-        self.pages: list[int] = []
+        self.reached = 0  # the most that was ever computed: below it, a step computes again
+        self.pages: list[list[int]] = []  # [groups][...], in order of position; 0 behind a window
+        self.released: list[int] = []  # [groups] leading pages that were given back
+        self.offloaded: Offloaded | None = None
         self.chain = 0  # node of the last page that is in the prefix tree
         self.registered = 0  # leading pages that are in the tree, or whose twins are
         self.cached_tokens = 0  # prompt tokens that were there when the sequence first ran
-        self.slot = -1  # index among the running sequences; -1 while waiting
+
+        scores = request.sampling.prompt_logprobs is not None and choice == 0
+        self.scored = 1 if scores else self.prompt_len  # prompt tokens whose logprob is known or in flight
+        self.prompt_logprobs: list[float] = []
+        self.prompt_tops: list[TopIds] = []
         self.logprobs: list[float] = []
         self.times: list[float] = []
-        self.top_logprobs: list[list[tuple[int, float]]] = []
+        self.top_logprobs: list[TopIds] = []
         self.started: float | None = None  # monotonic
         self.started_at: datetime | None = None  # the same instant by the wall clock
         self.finish_reason: FinishReason | None = None
@@ -83,20 +116,30 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def length(self) -> int:
+        """Tokens known and in flight."""
+        return len(self.tokens) + self.in_flight
+
+    @property
     def pending(self) -> int:
-        """Tokens that are known but whose keys and values are not computed yet."""
-        return len(self.tokens) - self.computed
+        """Tokens to compute next. The last token of an answer is never fed back, so it is never computed."""
+        return max(0, min(self.length, self.prompt_len + self.limit - 1) - self.computed)
 
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether every prompt logprob that was asked for is there."""
+        return self.request.sampling.prompt_logprobs is None or len(self.prompt_logprobs) >= self.prompt_len - 1
 
     def start(self) -> None:
         """Anchor the clocks at the first admission; a resumed sequence keeps its anchor."""
         if self.started is None:
             self.started, self.started_at = time.monotonic(), datetime.now(UTC)
 
-    def accept(self, token: int, logprob: float, top: list[tuple[int, float]] | None, now: float) -> None:
+    def accept(self, token: int, logprob: float, top: TopIds | None, now: float) -> None:
         """Append a sampled token (``now`` is monotonic) and decide whether the sequence ends with it."""
         assert self.started is not None
         self.tokens.append(token)
@@ -104,14 +147,23 @@ class Sequence:
         self.times.append(now - self.started)
         if top is not None:
             self.top_logprobs.append(top)
+        sampling = self.request.sampling
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+            self.uses[token] += 1
         if self._stops_at(token):
             self.finish_reason = FinishReason.STOP
-        elif self.generated >= self.limit:
+        elif not self.is_finished and self.generated >= self.limit:
             self.finish_reason = FinishReason.LENGTH
 
     def _stops_at(self, token: int) -> bool:
         if self.generated >= self.request.sampling.min_tokens and token in self.stop_ids:
             return True
+        if self.grammar is not None:
+            if not self.grammar.accept(token):
+                self.fail("response_format_violated", f"token {token} does not fit the response format")
+                return False
+            if self.grammar.is_complete:
+                return True
         return self.stop_matcher is not None and self.stop_matcher.feed(token, self.generated)
 
     def fail(self, code: str, message: str) -> None:
@@ -119,6 +171,7 @@ class Sequence:
         self.error = RequestError(code=code, message=message)
 
     def output(self, vocabulary: Vocabulary) -> EngineOutput:
+        """The outcome of this choice; the sequence has ended."""
         assert self.finish_reason is not None
         self.start()  # a sequence that never ran starts and ends now
         assert self.started is not None
@@ -129,10 +182,11 @@ class Sequence:
             text = self.stop_matcher.cut(text)
         top = None
         if self.request.sampling.top_logprobs:
-            top = tuple(tuple((i, p, vocabulary.text(i)) for i, p in best) for best in self.top_logprobs)
+            top = tuple(vocabulary.named(best) for best in self.top_logprobs)
         now = time.monotonic() - self.started
         return EngineOutput(
             request_id=self.request.request_id,
+            choice=self.choice,
             text=text,
             finish_reason=self.finish_reason,
             token_ids=generated,
@@ -146,4 +200,18 @@ class Sequence:
             first_token_at=self.started_at + timedelta(seconds=self.times[0]) if self.times else None,
             finished_at=self.started_at + timedelta(seconds=self.times[-1] if self.times else now),
             error=self.error,
+            prompt_scores=self._prompt_scores(vocabulary),
+        )
+
+    def _prompt_scores(self, vocabulary: Vocabulary) -> PromptScores | None:
+        """None when they were not asked for, or when the sequence ended before they were all there."""
+        wanted = self.request.sampling.prompt_logprobs
+        if wanted is None or self.choice > 0 or not self.is_scored:
+            return None
+        prompt = self.request.prompt_ids
+        return PromptScores(
+            token_ids=prompt,
+            tokens=tuple(vocabulary.text(t) for t in prompt),
+            logprobs=(None, *self.prompt_logprobs),
+            top_logprobs=(None, *(vocabulary.named(best) for best in self.prompt_tops)) if wanted else None,
         )

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from batchjobs.types import TokenText
+from batchjobs.types import TokenText, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +61,10 @@ class Vocabulary:
                 known = tuple(raw)
             self._texts[token] = known
         return known
+
+    def named(self, best: Sequence[tuple[int, float]]) -> TopLogprobs:
+        """The most likely tokens of a position with their texts."""
+        return tuple((token, logprob, self.text(token)) for token, logprob in best)
 
     def bytes_of(self, token: int) -> bytes:
         known = self._bytes.get(token)

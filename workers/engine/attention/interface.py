@@ -56,8 +56,9 @@ class PackedRows:
     """One step's rows, shared by all layers of the same page geometry.
 
     Sequence s owns rows `starts[s]:starts[s + 1]`; their positions are `cached[s]`, `cached[s] + 1`, … A sequence may
-    have no row in this step. `tables[s]` names the page of every position up to its last row's; further entries are
-    unused (0). No page is written by two sequences in one step.
+    have no row in this step. `tables[s]` names the page of every position that one of its rows sees, up to its last
+    row's; entries before them (behind the window of these layers) and after them are unused (0). No page is written by
+    two sequences in one step.
     """
 
     starts: NDArray[np.int32]  # [S + 1]
