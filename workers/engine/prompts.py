@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from workers.engine.controls import HiddenControls
 from workers.engine.requests import PromptError
 
 if TYPE_CHECKING:
@@ -45,18 +46,21 @@ class PromptEncoder:
             PromptError: The model has no chat template, or the template refuses this conversation.
         """
         tokenizer = self._require_tokenizer()
+        hidden = HiddenControls(tokenizer)
         if tokenizer.chat_template is None:
             raise PromptError(
                 "chat_template_error", "the model has no chat template; send a prompt instead of messages"
             )
         try:
             text = tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **template_kwargs
+                [hidden.hide(m) for m in messages], tokenize=False, add_generation_prompt=True, **template_kwargs
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise PromptError(
                 "chat_template_error", f"the model's chat template refused the messages: {error}"
             ) from error
+        if hidden.found:
+            return hidden.encode(str(text))
         return self._encode(str(text), special=False)  # the template has written every special token itself
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
