@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeout,
     )
-    from batchjobs.results import Result
+    from batchjobs.results import Choice, Result
     from batchjobs.settings import Settings, load_settings
     from batchjobs.types import (
         BatchInfo,
@@ -44,6 +44,7 @@ __all__ = [
     "BatchInfo",
     "BatchStatus",
     "BatchjobsError",
+    "Choice",
     "Client",
     "Completion",
     "ConnectionFailed",
@@ -82,7 +83,7 @@ _HOMES = {
         "UsageError",
         "WaitTimeout",
     ),
-    "results": ("Result",),
+    "results": ("Choice", "Result"),
     "settings": ("Settings", "load_settings"),
     "types": (
         "BatchInfo",

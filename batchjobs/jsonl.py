@@ -178,6 +178,8 @@ def _body(fields: dict[str, Any], endpoint: Endpoint, dialect: Dialect, defaults
             given[name] = value
     labels = _labels(others, endpoint) if others else {}
     body.update(defaults.sampling(given, dialect))
+    if endpoint is Endpoint.CHAT and body.get("echo"):
+        raise FieldError("echo repeats the prompt of a completion; a chat has none to repeat, so leave it out", "echo")
     body.update(labels)
     return body
 

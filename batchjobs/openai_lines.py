@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 
-_ONE_LINE_EACH = "write one line for each answer"
-
 # Fields of the API that change the answer, with what to do instead.
 UNSUPPORTED: Mapping[str, str] = {
     "stream": "batch answers are not streamed; remove it",
@@ -24,11 +22,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "functions": "tools cannot be called from a batch",
     "function_call": "tools cannot be called from a batch",
     "web_search_options": "tools cannot be called from a batch",
-    "n": f"only n = 1 for now; {_ONE_LINE_EACH}",
-    "best_of": f"only best_of = 1; {_ONE_LINE_EACH}",
-    "echo": "the prompt is not repeated in the answer",
     "suffix": "text cannot be filled in between",
-    "response_format": 'only {"type": "text"} for now',
     "audio": "text only",
     "modalities": 'only ["text"]',
     "prediction": "predicted output is not used",
@@ -44,11 +38,7 @@ UNSUPPORTED: Mapping[str, str] = {
 # The same fields with a value that asks for nothing.
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
     "store": (False,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 _IGNORED = {"user": str, "service_tier": str}

@@ -19,12 +19,40 @@ _NONE_YET = Completion(index=0, status=RequestStatus.FAILED, finish_reason=Finis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the answers to a request. Names and meanings are those of :class:`Result`; ``choice`` counts from 0."""
+
+    choice: int
+    status: RequestStatus
+    text: str
+    finish_reason: FinishReason
+    completion_tokens: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] | None
+    token_times: tuple[float, ...]
+    started_at: datetime | None
+    first_token_at: datetime | None
+    finished_at: datetime | None
+    error: RequestError | None
+    tokens: tuple[TokenText, ...]
+
+    @classmethod
+    def of(cls, made: Completion) -> Choice:
+        return cls(**{name: getattr(made, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """A request's outcome. Names, meanings and order are those of the output lines (``docs/output.md``).
 
     ``status`` is completed, failed, cancelled or expired, or, before the end, queued or running. The token lists have
     ``completion_tokens`` entries each. ``tokens`` holds each token's text, or its bytes where they are no text alone.
     Instants are aware and UTC.
+
+    Where ``n`` > 1, ``status`` and ``error`` are the request's, which are its worst choice's, and the other values the
+    first choice's; ``choices`` has them all. ``prompt_token_ids``, ``prompt_logprobs`` (None for the first token) and
+    ``prompt_top_logprobs`` are there where the request asked for them.
     """
 
     custom_id: str
@@ -49,11 +77,17 @@ class Result:
     attempt: int
     error: RequestError | None
     tokens: tuple[TokenText, ...]
+    n: int
+    choices: tuple[Choice, ...]
+    prompt_token_ids: tuple[int, ...] | None
+    prompt_logprobs: tuple[float | None, ...] | None
+    prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None
 
     @classmethod
     def of(cls, stored: StoredResult) -> Result:
         """What the store gives, as users get it."""
         made = stored.completion or _NONE_YET
+        scores = made.prompt_scores
         return cls(
             custom_id=stored.request.custom_id,
             index=stored.request.index,
@@ -75,17 +109,29 @@ class Result:
             finished_at=made.finished_at,
             worker=made.worker,
             attempt=made.attempt,
-            error=made.error,
+            error=stored.error,
             tokens=made.tokens,
+            n=stored.request.n,
+            choices=tuple(map(Choice.of, stored.choices)),
+            prompt_token_ids=scores.token_ids if scores else None,
+            prompt_logprobs=scores.logprobs if scores else None,
+            prompt_top_logprobs=scores.top_logprobs if scores else None,
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The keys and values of its output line, those left out that this request did not ask for."""
+        absent: tuple[str, ...] = () if self.n > 1 else ("n", "choices")
+        if self.prompt_logprobs is None:
+            absent += ("prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs")
+        return {name: getattr(self, name) for name in FIELDS if name not in absent}
 
     def as_json(self) -> bytes:
         """One output line, without its end. Strict JSON: a logprob that is no finite number is null."""
-        return json_line({name: getattr(self, name) for name in FIELDS})
+        return json_line(self.as_dict())
 
 
 FIELDS = tuple(Result.__dataclass_fields__)
-"""The keys of an output line, in their order."""
+"""The keys of an output line, in their order. The last five are only there where a request asked for them."""
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:

@@ -15,12 +15,14 @@ import orjson
 
 from batchjobs.errors import InvalidParameter, UsageError
 from batchjobs.fields import FieldError, json_type, quoted, unknown_name, wrong_type
+from batchjobs.response_format import response_format
 from batchjobs.types import MAX_TOP_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _REMEMBERED = 4096
+_MAX_REMEMBERED_BYTES = 4096
 _MAX_TOKEN_ID = 2**31 - 1
 _SEED_BITS = 53
 """Seeds survive every JSON reader: doubles are exact up to 53 bits."""
@@ -99,6 +101,8 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "top_p": _number,
     "top_k": _integer,
     "min_p": _number,
+    "n": _integer,
+    "best_of": _integer,
     "seed": _integer,
     "stop": _stop,
     "stop_token_ids": _token_ids,
@@ -108,6 +112,8 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "frequency_penalty": _number,
     "repetition_penalty": _number,
     "logit_bias": _logit_bias,
+    "echo": _boolean,
+    "response_format": response_format,
 }
 
 SAMPLING_NAMES = frozenset({*_KINDS, "logprobs", "top_logprobs"})
@@ -133,7 +139,7 @@ class Defaults:
                 raise UsageError(unknown_name(name, SAMPLING_NAMES, "sampling field").message)
         try:
             typed = _typed(self.fields, Dialect.PLAIN)
-            _in_range(typed)
+            _resolved(typed)
         except FieldError as problem:
             raise UsageError(f"the default for all lines cannot be used: {problem.message}") from None
         object.__setattr__(self, "_typed", typed)
@@ -155,17 +161,27 @@ class Defaults:
         return fields
 
     def _checked(self, given: dict[str, Any], dialect: Dialect) -> Mapping[str, Any]:
-        key = dialect.encode() + orjson.dumps(given)
+        key = dialect.encode() + _json(given)
         known = self._known.get(key)
         if known is None:
-            values = {**self._typed, **_typed(given, dialect)}
-            known = _in_range(values).as_fields()
-            if values.get("logprobs") is not None:
-                known["logprobs"] = values["logprobs"]
+            known = _resolved({**self._typed, **_typed(given, dialect)})
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            self._known[key] = known
+            if len(key) <= _MAX_REMEMBERED_BYTES:
+                self._known[key] = known
         return known
+
+
+def _json(given: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(given)
+    except TypeError:
+        for name, value in given.items():
+            try:
+                orjson.dumps(value)
+            except TypeError:
+                raise FieldError(f"{name} is nested too deeply", name) from None
+        raise
 
 
 def _typed(given: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
@@ -181,6 +197,21 @@ def _typed(given: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
             raise FieldError("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
     values.update(_logprobs(given.get("logprobs"), given.get("top_logprobs"), dialect))
     return values
+
+
+def _resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What to store for typed values, checked as a whole: the sampling fields, and what the answer is to show."""
+    n, best_of = values.get("n", 1), values.get("best_of")
+    if best_of is not None and best_of != n:
+        raise FieldError(f"best_of must equal n, which is {n}: every choice is given out, none is dropped", "best_of")
+    echo, logprobs = values.get("echo", False), values.get("logprobs")
+    asked = logprobs is not None and logprobs is not False
+    scores = None
+    if echo and (asked or values.get("max_tokens") == 0):  # without a token to make, the prompt is there to be scored
+        scores = values.get("top_logprobs", 0)
+    fields = _in_range({**values, "prompt_logprobs": scores}).as_fields()
+    shown = {"logprobs": logprobs, "echo": echo or None}
+    return fields | {name: value for name, value in shown.items() if value is not None}
 
 
 def _logprobs(logprobs: Any, top: Any, dialect: Dialect) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def loads(raw: bytes) -> Any:
 
 
 def _may_round_integers(raw: bytes) -> bool:
-    """orjson rounds integers beyond 64 bits. Sampling fields have ranges; only metadata may hold any number."""
-    return b'"metadata"' in raw and _LONG_NUMBER.search(raw) is not None
+    """orjson rounds integers beyond 64 bits. Most fields have ranges; metadata and schemas may hold any number."""
+    return (b'"metadata"' in raw or b'"response_format"' in raw) and _LONG_NUMBER.search(raw) is not None
 
 
 def _repeats_keys(raw: bytes, value: Any) -> bool:

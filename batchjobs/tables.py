@@ -186,6 +186,11 @@ completions = Table(
     Column("worker", Text, comment="Worker that answered, see workers"),
     Column("attempt", Integer, nullable=False, comment="Claim of the shard that led to the outcome; 0: none did"),
     Column("error", JSON, comment="Why the request failed: an object with code and message"),
+    Column(
+        "prompt_logprobs",
+        JSON,
+        comment="With choice 0 where asked for: token_ids, tokens, logprobs and top_logprobs of the prompt",
+    ),
     ForeignKeyConstraint(["batch_id", "index"], ["requests.batch_id", "requests.index"]),
     comment="One row a finished request and choice; inserted once, never changed",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
@@ -40,6 +40,15 @@ class RequestStatus(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
+
+    @classmethod
+    def of_choices(cls, statuses: Iterable[RequestStatus]) -> RequestStatus:
+        """The state of a request with several choices: that of its worst one. A request is only completed when all of
+        its choices are; of the others, cancelled goes before expired, and expired before failed."""
+        return max(statuses, key=_WORST_LAST.index)
+
+
+_WORST_LAST = (RequestStatus.COMPLETED, RequestStatus.FAILED, RequestStatus.EXPIRED, RequestStatus.CANCELLED)
 
 
 class BatchStatus(StrEnum):
@@ -193,7 +202,7 @@ class Request:
 
     ``index`` is its place in the batch, from 0, blank lines not counted. ``body`` holds ``prompt`` (text or token ids)
     or ``messages``, every sampling field that differs from its default, ``max_tokens``, and, where given, ``logprobs``,
-    ``chat_template_kwargs``, ``metadata`` and the ``model`` that the line named.
+    ``echo``, ``chat_template_kwargs``, ``metadata`` and the ``model`` that the line named.
     """
 
     index: int
@@ -204,6 +213,11 @@ class Request:
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams.from_fields(self.body)
+
+    @property
+    def n(self) -> int:
+        """How many choices it asks for."""
+        return int(self.body.get("n", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +232,21 @@ class RequestError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """How likely the model found the prompt: one entry a prompt token. None for the first, which nothing precedes."""
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenText, ...]
+    logprobs: tuple[float | None, ...]
+    top_logprobs: tuple[TopLogprobs | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The one final record of a request (per choice).
+
+    ``text`` is the answer, behind the prompt where the request asked for ``echo``. ``prompt_scores`` are with the first
+    choice alone, where they were asked for.
 
     ``token_ids``, ``logprobs``, ``token_times``, ``tokens`` and, when asked for, ``top_logprobs`` have one entry a
     generated token, an end-of-sequence token included. ``logprobs`` are natural logarithms of the model's own
@@ -246,6 +273,7 @@ class Completion:
     first_token_at: datetime | None = None
     finished_at: datetime | None = None
     error: RequestError | None = None
+    prompt_scores: PromptScores | None = None
 
     @property
     def completion_tokens(self) -> int:

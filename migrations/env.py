@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from alembic import context
+from alembic.ddl.base import AddColumn
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateColumn, CreateTable
 
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 def _column_with_comment(create: CreateColumn, compiler: Any, **kw: Any) -> Any:
     column = compiler.visit_create_column(create, **kw)
     return f"{column} /* {create.element.comment} */" if column and create.element.comment else column
+
+
+@compiles(AddColumn, "sqlite")
+def _added_column_with_comment(add: AddColumn, compiler: Any, **kw: Any) -> str:
+    specification = compiler.get_column_specification(add.column)
+    return f"ALTER TABLE {add.table_name} ADD COLUMN {specification} /* {add.column.comment} */"
 
 
 @compiles(CreateTable, "sqlite")

@@ -2,6 +2,8 @@
 
 A request is *unfinished* until its outcome went to the recorder. A lease is held until its shard is done, given back or
 lost; outcomes under a lease that is not held (any more) are dropped, because another worker may be making them again.
+Sizes are counted in choices, as the engine counts what runs and waits there: a request with ``n`` of them is as much
+work as ``n`` requests.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 from workers.rq_states import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping
 
     from batchjobs.types import Lease, ShardId
     from workers.engine.loop import EngineLoop
@@ -27,8 +29,8 @@ log = logging.getLogger("batchjobs.worker")
 @dataclass(slots=True)
 class _Held:
     lease: Lease
-    unfinished: set[int] | None = None  # None until its requests have been read
-    size: int = 0
+    unfinished: dict[int, int] | None = None  # index -> choices; None until its requests have been read
+    size: int = 0  # requests
     cancelled: set[int] = field(default_factory=set)
     is_cancelled: bool = False
     is_stopped: bool = False
@@ -61,10 +63,18 @@ class Holdings:
 
     @property
     def unfinished(self) -> int:
-        """Requests that the engine has or will have."""
+        """Choices of the requests that the engine has or will have; of those it has, some may have ended."""
         with self._lock:
-            sizes = (self._unread_size if h.unfinished is None else len(h.unfinished) for h in self._held.values())
-            return sum(sizes)
+            return sum(self._size(held) for held in self._held.values())
+
+    @property
+    def unread(self) -> int:
+        """Choices, at a guess, of the requests that have not been read yet."""
+        with self._lock:
+            return sum(self._size(held) for held in self._held.values() if held.unfinished is None)
+
+    def _size(self, held: _Held) -> int:
+        return self._unread_size if held.unfinished is None else sum(held.unfinished.values())
 
     # Taking and finishing
 
@@ -77,11 +87,11 @@ class Holdings:
         with self._lock:
             self._held[lease.shard] = _Held(lease)
 
-    def fill(self, lease: Lease, indices: Iterable[int]) -> None:
-        """The shard's requests without an outcome have been read."""
+    def fill(self, lease: Lease, choices: Mapping[int, int]) -> None:
+        """The shard's requests without an outcome have been read: by index, how many choices each asks for."""
         with self._lock:
             if held := self._find(lease):
-                held.unfinished = set(indices)
+                held.unfinished = dict(choices)
                 held.size = len(held.unfinished)
 
     def has(self, lease: Lease) -> bool:
@@ -100,7 +110,7 @@ class Holdings:
             held = self._find(lease)
             if held is None or held.unfinished is None or index not in held.unfinished:
                 return False
-            held.unfinished.discard(index)
+            del held.unfinished[index]
             return True
 
     def done(self, shard: ShardId) -> None:
@@ -135,10 +145,10 @@ class Holdings:
 
     def spare(self, waiting: int) -> Lease | None:
         """Lets go of the shard taken last, if the engine, which begins with the oldest, has not begun any of it:
-        ``waiting`` is the number of requests that it has not begun. The caller releases the lease."""
+        ``waiting`` is the number of choices that it has not begun. The caller releases the lease."""
         with self._lock:
             held = next(reversed(self._held.values()), None)
-            if held is None or held.unfinished is None or not 0 < len(held.unfinished) == held.size <= waiting:
+            if held is None or not held.unfinished or len(held.unfinished) < held.size or self._size(held) > waiting:
                 return None
             del self._held[held.lease.shard]
         for index in held.unfinished:
@@ -160,7 +170,7 @@ class Holdings:
         with self._lock:
             for held in self._held.values():
                 batch_id = held.lease.shard.batch_id
-                unfinished = held.unfinished or set()
+                unfinished = set(held.unfinished or ())
                 held.is_cancelled |= batch_id in batch_ids
                 held.cancelled |= {index for batch, index in requests if batch == batch_id}
                 ending = unfinished if held.is_cancelled else unfinished & held.cancelled

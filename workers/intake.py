@@ -76,7 +76,8 @@ class Intake(threading.Thread):
         self._outcomes = outcomes
         self._models = models  # the names that this worker's model goes by
         self._lease_seconds = lease_seconds
-        self._requests_a_shard = float(shard_size)
+        self._choices_a_shard = float(shard_size)
+        self._added_at_step = 0
         self._max_requests = max_requests
         self._ahead = max(MIN_AHEAD, math.ceil(max_requests / 2))
         self._unread: deque[Lease] = deque()
@@ -125,11 +126,19 @@ class Intake(threading.Thread):
         return 0.0 if found else POLL_SECONDS
 
     def _shortage(self) -> int:
-        """How many shards are missing until enough requests wait."""
+        """How many shards are missing until enough choices wait."""
         if self._recorder.backlog > MAX_BACKLOG:
             return 0
-        waiting = self._holdings.unfinished - self._loop.stats().running
-        return max(0, math.ceil((self._ahead - waiting) / self._requests_a_shard))
+        return max(0, math.ceil((self._ahead - self._waiting()) / self._choices_a_shard))
+
+    def _waiting(self) -> int:
+        """Choices that the engine has not begun. Its own figure leaves out what was added since its last step; ours
+        counts the choices that have ended of requests that go on."""
+        stats = self._loop.stats()
+        waiting = self._holdings.unfinished - stats.running
+        if stats.steps > self._added_at_step + 1:
+            waiting = min(waiting, stats.waiting + self._holdings.unread)
+        return waiting
 
     # Claiming
 
@@ -232,8 +241,9 @@ class Intake(threading.Thread):
             return True
         requests = self._store.pending_requests(lease)
         self._unread.popleft()
-        self._requests_a_shard += 0.2 * (max(1, len(requests)) - self._requests_a_shard)
-        self._holdings.fill(lease, [request.index for request in requests])
+        choices = {request.index: request.n for request in requests}
+        self._choices_a_shard += 0.2 * (max(1, sum(choices.values())) - self._choices_a_shard)
+        self._holdings.fill(lease, choices)
         if not requests:
             self._holdings.lose(lease)
         log.info("claimed shard %s (%s, attempt %d)", lease.shard, plural(len(requests), "request"), lease.attempt)
@@ -241,6 +251,7 @@ class Intake(threading.Thread):
             if self._stopping.is_set():
                 break
             self._submit(lease, request)
+        self._added_at_step = self._loop.stats().steps
         return True
 
     def _submit(self, lease: Lease, request: Request) -> None:
@@ -257,25 +268,25 @@ class Intake(threading.Thread):
             log.error("request %d of shard %s cannot be tokenised: %r", request.index, lease.shard, error)
             self._fail(lease, request.index, "tokenization_failed", shortened(f"{type(error).__name__}: {error}", 300))
         else:
-            self._add(lease, request.index, engine_request)
+            self._add(lease, request, engine_request)
 
-    def _add(self, lease: Lease, index: int, request: EngineRequest) -> None:
+    def _add(self, lease: Lease, request: Request, engine_request: EngineRequest) -> None:
         try:
-            self._loop.add(request, partial(self._on_finish, lease, index))
+            self._loop.add(engine_request, partial(self._on_finish, lease, request))
         except EngineStopped:  # the main thread has seen it too, and gives everything back
             self._stopping.set()
 
     def _fail(self, lease: Lease, index: int, code: str, message: str) -> None:
         self._record(lease, self._outcomes.failed(lease, index, RequestError(code=code, message=message)))
 
-    def _on_finish(self, lease: Lease, index: int, output: EngineOutput) -> None:
+    def _on_finish(self, lease: Lease, request: Request, output: EngineOutput) -> None:
         """Runs in the engine's thread."""
-        self._record(lease, self._outcomes.of(output, lease, index))
+        self._record(lease, self._outcomes.of(output, lease, request))
         self._woken.set()
 
-    def _record(self, lease: Lease, completion: Completion) -> None:
-        if self._holdings.finish(lease, completion.index):
-            self._recorder.put(lease, completion)
+    def _record(self, lease: Lease, choices: tuple[Completion, ...]) -> None:
+        if self._holdings.finish(lease, choices[0].index):
+            self._recorder.put(lease, choices)
 
 
 def encode(engine: Engine, request: Request) -> tuple[int, ...]:

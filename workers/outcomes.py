@@ -1,4 +1,4 @@
-"""From what the engine says to what the store keeps."""
+"""From what the engine says to what the store keeps: one completion a choice, behind the prompt where it is echoed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from batchjobs.types import Completion, FinishReason, RequestError, RequestStatus
+from batchjobs.echo import following, prompt_text
+from batchjobs.types import Completion, FinishReason, PromptScores, RequestError, RequestStatus
 
 if TYPE_CHECKING:
-    from batchjobs.types import Lease
+    from batchjobs.types import Lease, Request
     from workers.engine.engine import Engine
     from workers.engine.requests import EngineOutput
 
@@ -28,12 +29,32 @@ class Outcomes:
     worker: str
     engine: Engine
 
-    def of(self, output: EngineOutput, lease: Lease, index: int) -> Completion:
+    def of(self, output: EngineOutput, lease: Lease, request: Request) -> tuple[Completion, ...]:
+        """Those of all the choices, in order. A failed one has what there was of the answer, without the prompt."""
+        prompt = self._echoed(request, output)
+        return tuple(self._choice(choice, lease, request.index, prompt) for choice in output.choices)
+
+    def _echoed(self, request: Request, output: EngineOutput) -> str | None:
+        if not request.body.get("echo"):
+            return None
+        prompt = request.body["prompt"]
+        if isinstance(prompt, str):
+            return prompt_text(prompt, ())
+        if output.prompt_scores is not None:
+            return prompt_text(prompt, output.prompt_scores.tokens)
+        return prompt_text(prompt, map(self.engine.vocabulary.text, prompt))
+
+    def _choice(self, output: EngineOutput, lease: Lease, index: int, prompt: str | None) -> Completion:
+        text = output.text
+        if prompt is not None and output.finish_reason is not FinishReason.ERROR:
+            text = following(prompt, text, output.tokens)
+        scores = output.prompt_scores
         return Completion(
             index=index,
+            choice=output.choice,
             status=_STATUS[output.finish_reason],
             finish_reason=output.finish_reason,
-            text=output.text,
+            text=text,
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
             token_ids=output.token_ids,
@@ -49,15 +70,24 @@ class Outcomes:
             first_token_at=output.first_token_at,
             finished_at=output.finished_at,
             error=output.error,
+            prompt_scores=None
+            if scores is None
+            else PromptScores(
+                token_ids=scores.token_ids,
+                tokens=scores.tokens,
+                logprobs=scores.logprobs,
+                top_logprobs=scores.top_logprobs,
+            ),
         )
 
-    def failed(self, lease: Lease, index: int, error: RequestError) -> Completion:
-        """Of a request that never got into the engine, or whose answer cannot be stored."""
-        return self._empty(lease, index, RequestStatus.FAILED, FinishReason.ERROR, error)
+    def failed(self, lease: Lease, index: int, error: RequestError) -> tuple[Completion, ...]:
+        """Of a request that never got into the engine, or whose answer cannot be stored: one, however many choices it
+        asked for."""
+        return (self._empty(lease, index, RequestStatus.FAILED, FinishReason.ERROR, error),)
 
-    def cancelled(self, lease: Lease, index: int) -> Completion:
-        """Of a request that was cancelled before the engine had it."""
-        return self._empty(lease, index, RequestStatus.CANCELLED, FinishReason.CANCELLED, None)
+    def cancelled(self, lease: Lease, index: int) -> tuple[Completion, ...]:
+        """Of a request that was cancelled before the engine had it: one, however many choices it asked for."""
+        return (self._empty(lease, index, RequestStatus.CANCELLED, FinishReason.CANCELLED, None),)
 
     def _empty(
         self, lease: Lease, index: int, status: RequestStatus, reason: FinishReason, error: RequestError | None

@@ -1,4 +1,4 @@
-"""Writes outcomes to SQL from a thread of its own, in batches.
+"""Writes outcomes to SQL from a thread of its own, in batches. All rows of a request, one a choice, go together.
 
 Rows are kept until SQL has them or refuses them for good. They are bounded by what the worker holds, and it claims
 nothing while many wait. A commit whose outcome is unknown is simply run again: the store sees to it that a second time
@@ -37,7 +37,8 @@ NOT_STORED = "result_not_stored"
 
 _IDLE_SECONDS = 0.1
 
-Record = tuple[Lease, Completion]
+Record = tuple[Lease, tuple[Completion, ...]]
+"""All the choices of one request."""
 
 
 class Recorder(threading.Thread):
@@ -50,19 +51,25 @@ class Recorder(threading.Thread):
         self._holdings = holdings
         self._outcomes = outcomes
         self._queue: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        self._writing: list[Record] = []
+        self._backlog = 0
+        self._backlog_lock = threading.Lock()
         self._outage = Outage("recording outcomes")
         self._stopping = threading.Event()
         self._give_up_at = float("inf")
 
-    def put(self, lease: Lease, completion: Completion) -> None:
-        """Quick, and never blocks: the engine's thread calls it."""
-        self._queue.put((lease, completion))
+    def put(self, lease: Lease, choices: tuple[Completion, ...]) -> None:
+        """Takes all the choices of a request. Quick: the engine's thread calls it."""
+        self._count(len(choices))
+        self._queue.put((lease, choices))
 
     @property
     def backlog(self) -> int:
         """Rows that SQL does not have yet."""
-        return self._queue.qsize() + len(self._writing)
+        return self._backlog
+
+    def _count(self, more: int) -> None:
+        with self._backlog_lock:
+            self._backlog += more
 
     def stop(self, seconds: float) -> int:
         """Writes what is left, for at most ``seconds``. Returns how many rows could not be written."""
@@ -75,32 +82,35 @@ class Recorder(threading.Thread):
     def run(self) -> None:
         try:
             while not (self._stopping.is_set() and self._queue.empty()):
-                self._writing = self._collect()
-                if self._writing and not self._persist(self._writing):
+                records = self._collect()
+                if records and not self._persist(records):
                     return
-                self._writing = []
+                self._count(-_size(records))
         except BaseException as error:  # noqa: BLE001  the main thread reports it
             self.failure = error
 
     def _collect(self) -> list[Record]:
-        """One row at least, where there is one; then what comes within a moment, so that rows share a transaction."""
-        rows: list[Record] = []
+        """One request at least, where there is one; then what comes within a moment, so that they share a
+        transaction."""
+        records: list[Record] = []
+        rows = 0
         deadline = time.monotonic() + _IDLE_SECONDS
-        while len(rows) < MAX_ROWS:
+        while rows < MAX_ROWS:
             try:
                 left = deadline - time.monotonic()
-                rows.append(self._queue.get(timeout=left) if left > 0 else self._queue.get_nowait())
+                records.append(self._queue.get(timeout=left) if left > 0 else self._queue.get_nowait())
             except queue.Empty:
                 break
-            if len(rows) == 1 and not self._stopping.is_set():
+            rows += len(records[-1][1])
+            if len(records) == 1 and not self._stopping.is_set():
                 deadline = time.monotonic() + MAX_DELAY_SECONDS
-        return rows
+        return records
 
-    def _persist(self, rows: Sequence[Record]) -> bool:
+    def _persist(self, records: Sequence[Record]) -> bool:
         """Writes the rows, however often it takes. False: the time is up."""
         while True:
             try:
-                self._write(rows)
+                self._write(records)
             except BatchjobsError as error:
                 pause = self._outage.failed(error)
                 if time.monotonic() + pause > self._give_up_at:
@@ -110,32 +120,36 @@ class Recorder(threading.Thread):
                 else:
                     self._stopping.wait(pause)
             except Exception as error:  # noqa: BLE001  SQL refuses a row, whatever its reason
-                return self._isolate(rows, error)
+                return self._isolate(records, error)
             else:
                 self._outage.over()
                 return True
 
-    def _write(self, rows: Sequence[Record]) -> None:
-        recorded = self._store.record(rows)
-        leases = {lease.shard: lease for lease, _ in rows}
+    def _write(self, records: Sequence[Record]) -> None:
+        recorded = self._store.record([(lease, choice) for lease, choices in records for choice in choices])
+        leases = {lease.shard: lease for lease, _ in records}
         for shard in recorded.stale:
             self._holdings.lose(leases[shard])
         for shard in recorded.done:
             self._holdings.done(shard)
 
-    def _isolate(self, rows: Sequence[Record], error: Exception) -> bool:
-        """One row that SQL refuses must not keep the others out: halves are tried until it stands alone. Then its
-        request fails with the reason; where even that is refused, the shard is let go."""
-        if len(rows) > 1:
-            half = len(rows) // 2
-            return self._persist(rows[:half]) and self._persist(rows[half:])
-        (lease, refused), reason = rows[0], _reason(error)
+    def _isolate(self, records: Sequence[Record], error: Exception) -> bool:
+        """One row that SQL refuses must not keep the others out: halves are tried until its request stands alone. That
+        request then fails with the reason; where even that is refused, the shard is let go."""
+        if len(records) > 1:
+            half = len(records) // 2
+            return self._persist(records[:half]) and self._persist(records[half:])
+        (lease, (refused, *_)), reason = records[0], _reason(error)
         log.error("the database refused the outcome of request %d of shard %s: %s", refused.index, lease.shard, reason)
         if refused.error is not None and refused.error.code == NOT_STORED:
             self._holdings.lose(lease)
             return True
         problem = RequestError(code=NOT_STORED, message=f"the database refused the answer: {reason}")
         return self._persist([(lease, self._outcomes.failed(lease, refused.index, problem))])
+
+
+def _size(records: Sequence[Record]) -> int:
+    return sum(len(choices) for _, choices in records)
 
 
 def _reason(error: BaseException) -> str:

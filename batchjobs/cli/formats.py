@@ -36,6 +36,7 @@ CSV_COLUMNS = (
     "attempt",
     "error_code",
     "error_message",
+    "choices",
 )
 _TABLE_TEXT = 100
 
@@ -98,6 +99,7 @@ def _csv_row(result: Result) -> list[object]:
     values: dict[str, object] = {
         "error_code": result.error.code if result.error else None,
         "error_message": result.error.message if result.error else None,
+        "choices": len(result.choices),
     }
     for name in CSV_COLUMNS:
         if name.endswith("_at"):
@@ -117,6 +119,8 @@ def _write_table(rows: Iterator[StoredResult], out: BinaryIO, errors: BinaryIO |
         for row in rows:
             result = Result.of(row)
             said = result.error.message if result.error else result.text
+            if result.n > 1 and not result.error:
+                said = f"(1 of {len(result.choices)}) {said}"
             written.rows += 1
             yield (
                 result.index,

@@ -62,6 +62,7 @@ _SAMPLING = (
     click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
     click.option("--top-k", type=int, help="Keep this many of the most likely tokens; 0 keeps all."),
     click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest."),
+    click.option("--n", type=int, help="Choices to generate for each request, 1 to 128."),
     click.option("--seed", type=int, help="Seed of every request that names none."),
     click.option(
         "--stop", type=Text(), multiple=True, help="End the text before this string; may be given several times."
@@ -122,7 +123,7 @@ def defaults_from(options: dict[str, Any]) -> Defaults:
     from batchjobs.sampling_fields import Defaults
 
     system = options.pop("system")
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed")
     fields = {name: value for name in names if (value := options.pop(name)) is not None}
     if stop := list(options.pop("stop")):
         fields["stop"] = stop

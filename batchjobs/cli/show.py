@@ -8,11 +8,11 @@ import click
 
 from batchjobs.cli.console import out, out_json, print_fields, print_table
 from batchjobs.cli.options import Text, as_json, open_client
-from batchjobs.text import shortened
+from batchjobs.text import plural, shortened
 
 if TYPE_CHECKING:
-    from batchjobs.results import Result
-    from batchjobs.types import TokenText
+    from batchjobs.results import Choice, Result
+    from batchjobs.types import PromptScores, TokenText, TopLogprobs
 
 _PROMPT_CHARACTERS = 300
 
@@ -33,13 +33,18 @@ def show_command(ctx: click.Context, request: str, custom_id: str | None, as_jso
             stored = client.store.result_by_custom_id(request, custom_id)
     result = Result.of(stored)
     if as_json:
-        made = {name: getattr(result, name) for name in Result.__dataclass_fields__}
         where = {"batch_id": stored.batch_id, "endpoint": stored.request.endpoint, "body": stored.request.body}
-        out_json({**where, **made})
-    else:
-        print_fields(_fields(stored.batch_id, result, dict(stored.request.body)))
-        _print_text(result)
-        _print_tokens(result)
+        out_json({**where, **result.as_dict()})
+        return
+    print_fields(_fields(stored.batch_id, result, dict(stored.request.body)))
+    if stored.completion is not None and stored.completion.prompt_scores is not None:
+        _print_prompt(stored.completion.prompt_scores)
+    for choice in result.choices:
+        if result.n > 1:
+            out("")
+            out(f"choice {choice.choice}: {_ended(choice)}")
+        _print_text(choice)
+        _print_tokens(choice)
 
 
 def request_reference(reference: str) -> tuple[str, int]:
@@ -63,7 +68,7 @@ def _fields(batch_id: str, result: Result, body: dict[str, Any]) -> dict[str, ob
         "prompt": shortened(prompt, _PROMPT_CHARACTERS),
         "parameters": ", ".join(f"{name}={value}" for name, value in body.items()),
         "tokens": f"{result.prompt_tokens:,} in the prompt ({result.cached_tokens:,} cached), "
-        f"{result.completion_tokens:,} generated",
+        f"{sum(choice.completion_tokens for choice in result.choices):,} generated",
         "model": result.model,
         "version": result.model_version,
         "worker": result.worker,
@@ -83,32 +88,56 @@ def _prompt(body: dict[str, Any]) -> str:
     return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _print_text(result: Result) -> None:
-    if result.text:
+def _ended(choice: Choice) -> str:
+    said = f"{choice.status}, {choice.finish_reason}, {plural(choice.completion_tokens, 'token')}"
+    return said if choice.error is None else f"{said}, {choice.error.code}: {choice.error.message}"
+
+
+def _print_text(choice: Choice) -> None:
+    if choice.text:
         out("")
-        out(result.text)
+        out(choice.text)
 
 
-def _print_tokens(result: Result) -> None:
-    if not result.token_ids:
-        return
+def _print_prompt(scores: PromptScores) -> None:
     out("")
-    columns = ["position", "token", "id", "logprob", "seconds"]
-    tops = result.top_logprobs or ()
-    if tops:
-        columns.append("alternatives")
+    tops = scores.top_logprobs
     rows = (
         [
             position,
-            _token(result.tokens[position]),
-            result.token_ids[position],
-            f"{result.logprobs[position]:.4f}",
-            f"{result.token_times[position]:.3f}",
-            *([", ".join(f"{_token(text)} {chance:.2f}" for _, chance, text in tops[position])] if tops else []),
+            _token(scores.tokens[position]),
+            scores.token_ids[position],
+            "" if logprob is None else f"{logprob:.4f}",
+            *([_alternatives(tops[position])] if tops else []),
         ]
-        for position in range(len(result.token_ids))
+        for position, logprob in enumerate(scores.logprobs)
     )
+    columns = ["position", "prompt token", "id", "logprob", *(["alternatives"] if tops else [])]
+    print_table(columns, rows, right=("position", "id", "logprob"))
+
+
+def _print_tokens(choice: Choice) -> None:
+    if not choice.token_ids:
+        return
+    out("")
+    tops = choice.top_logprobs
+    rows = (
+        [
+            position,
+            _token(choice.tokens[position]),
+            choice.token_ids[position],
+            f"{choice.logprobs[position]:.4f}",
+            f"{choice.token_times[position]:.3f}",
+            *([_alternatives(tops[position])] if tops else []),
+        ]
+        for position in range(len(choice.token_ids))
+    )
+    columns = ["position", "token", "id", "logprob", "seconds", *(["alternatives"] if tops else [])]
     print_table(columns, rows, right=("position", "id", "logprob", "seconds"))
+
+
+def _alternatives(top: TopLogprobs | None) -> str:
+    return ", ".join(f"{_token(text)} {chance:.2f}" for _, chance, text in top or ())
 
 
 def _token(text: TokenText) -> str:

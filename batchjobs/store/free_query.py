@@ -48,6 +48,8 @@ def _run_sqlite(database: Database, sql: str, timeout_seconds: float) -> Generat
     with database.own_connection() as driver, _query_errors(sqlite3.Error, sqlite3.Warning):
         deadline = time.monotonic() + timeout_seconds
         driver.execute("PRAGMA query_only = ON")
+        for function in ("json_each", "json_tree"):  # their first use would look like a change
+            driver.execute(f"SELECT 1 FROM {function}('[]')")
         driver.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
         driver.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY)
         cursor = driver.execute(sql)

@@ -6,7 +6,7 @@ no conflict, and the counts of the shard are exact. All of it is one transaction
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from batchjobs.store.part import Part
 from batchjobs.store.records import Recorded
 from batchjobs.store.rows import completion_row
 from batchjobs.tables import completions, instant_text, shards
+from batchjobs.types import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,10 +37,10 @@ class OutcomePart(Part):
 
         A lease that was lost since writes nothing. Outcomes that are there already are passed over, so after a commit
         of which nobody knows whether it came through, the same call may be made again, and returns the same. All the
-        choices of a request belong into one call: with its first one the request counts as finished.
+        choices of a request belong into one call: a request of which there is anything has ended.
 
         Raises:
-            ValueError: A completion is not of its lease's shard.
+            ValueError: A completion is not of its lease's shard, or its request's first choice is missing.
         """
         given = _by_lease(records)
         if not given:
@@ -76,11 +77,14 @@ def _without_stored(connection: Connection, row: Row[Any], given: Sequence[Compl
         if not row.first_index <= completion.index <= row.last_index:
             raise ValueError(f"request {completion.index} does not belong to shard {row.batch_id}-{row.shard_no}")
     distinct = {(completion.index, completion.choice): completion for completion in reversed(given)}
+    for index, choice in distinct:
+        if choice and (index, 0) not in distinct:
+            raise ValueError(f"choice {choice} of request {index} came without the first one")
+    stored: set[int] = set()
     if row.completed + row.failed + row.cancelled + row.expired:
         inside = {"batch": row.batch_id, "first": row.first_index, "last": row.last_index}
-        for stored in connection.execute(_STORED, inside):
-            distinct.pop((stored[0], stored[1]), None)
-    return [distinct[key] for key in sorted(distinct)]
+        stored.update(connection.execute(_STORED, inside).scalars())
+    return [distinct[key] for key in sorted(distinct) if key[0] not in stored]
 
 
 def _rows(new: Mapping[ShardId, Sequence[Completion]], held: Mapping[ShardId, Row[Any]]) -> list[tuple[Any, ...]]:
@@ -102,9 +106,12 @@ def _count(connection: Connection, new: Mapping[ShardId, Sequence[Completion]]) 
 
 
 def _counts(outcomes: Iterable[Completion]) -> dict[str, int]:
-    """A request counts once, with its first choice; the tokens of all choices were generated."""
+    """A request counts once, in the state of its worst choice; the tokens of all choices were generated."""
     first = [outcome for outcome in outcomes if outcome.choice == 0]
-    statuses = Counter(outcome.status.value for outcome in first)
+    choices: defaultdict[int, list[RequestStatus]] = defaultdict(list)
+    for outcome in outcomes:
+        choices[outcome.index].append(outcome.status)
+    statuses = Counter(RequestStatus.of_choices(each).value for each in choices.values())
     counts = {f"more_{status}": statuses[status] for status in ("completed", "failed", "cancelled", "expired")}
     counts["more_prompt_tokens"] = sum(outcome.prompt_tokens for outcome in first)
     counts["more_completion_tokens"] = sum(outcome.completion_tokens for outcome in outcomes)
@@ -122,7 +129,7 @@ def _close_finished(connection: Connection, new: Iterable[ShardId], held: Mappin
 
 
 _COUNTED = ("completed", "failed", "cancelled", "expired", "prompt_tokens", "completion_tokens")
-_STORED = sa.select(completions.c.index, completions.c.choice).where(in_range(completions))
+_STORED = sa.select(completions.c.index).where(in_range(completions), completions.c.choice == 0)
 _ADD = (
     sa.update(shards)
     .where(shards.c.batch_id == sa.bindparam("the_batch"), shards.c.shard_no == sa.bindparam("the_shard"))

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from batchjobs.errors import NotFound
 from batchjobs.store.part import Part, known, plain
 from batchjobs.tables import batch_progress, batches, completions
-from batchjobs.types import BatchInfo, BatchStatus, Counts, Priority, TokenCounts
+from batchjobs.types import BatchInfo, BatchStatus, Counts, Priority, RequestStatus, TokenCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,19 +39,11 @@ class ProgressPart(Part):
             return read_progress(connection, connection.execute(newest).scalars().all())
 
     def failures(self, batch_id: str) -> dict[str, int]:
-        """How many requests failed for each reason, by error code, the most frequent first."""
-        code = sa.func.coalesce(completions.c.error["code"].as_string(), "unknown").label("code")
-        count = sa.func.count().label("requests")
-        query = (
-            sa.select(code, count)
-            # Written out, because the index on failed rows is only used for these very words.
-            .where(completions.c.batch_id == known("batch", batch_id), sa.text("status = 'failed'"))
-            .where(completions.c.choice == 0)
-            .group_by(code)
-            .order_by(count.desc(), code)
-        )
+        """How many requests failed for each reason, by the error code of their first failed choice, the most frequent
+        reason first."""
         with self._database.reading() as connection:
-            return {row.code: row.requests for row in connection.execute(query)}
+            rows = connection.execute(_FAILURES, {"batch": known("batch", batch_id)})
+            return {row.code: row.requests for row in rows}
 
 
 def read_progress(connection: Connection, batch_ids: Sequence[str]) -> list[BatchInfo]:
@@ -78,3 +70,30 @@ def _info(row: Row[Any]) -> BatchInfo:
         started_at=row.started_at,
         finished_at=row.finished_at,
     )
+
+
+_OTHER = completions.alias("other")
+# A request counts with its first failed choice, and only where that decides its state. Counted row by row, by the
+# primary key: as an anti-join it might become a walk through all of the table.
+_DECIDING_OTHERS = (
+    sa.select(sa.func.count())
+    .where(_OTHER.c.batch_id == completions.c.batch_id, _OTHER.c.index == completions.c.index)
+    .where(
+        sa.or_(
+            _OTHER.c.status.in_([RequestStatus.CANCELLED.value, RequestStatus.EXPIRED.value]),
+            sa.and_(_OTHER.c.status == RequestStatus.FAILED.value, _OTHER.c.choice < completions.c.choice),
+        )
+    )
+    .correlate(completions)
+    .scalar_subquery()
+)
+_CODE = sa.func.coalesce(completions.c.error["code"].as_string(), "unknown").label("code")
+_REQUESTS = sa.func.count().label("requests")
+_FAILURES = (
+    sa.select(_CODE, _REQUESTS)
+    # Written out, because the index on failed rows is only used for these very words.
+    .where(completions.c.batch_id == sa.bindparam("batch"), sa.text("completions.status = 'failed'"))
+    .where(_DECIDING_OTHERS == 0)
+    .group_by(_CODE)
+    .order_by(_REQUESTS.desc(), _CODE)
+)

@@ -20,15 +20,13 @@ from batchjobs.store.part import Part, known
 from batchjobs.store.records import StoredResult
 from batchjobs.store.rows import COMPLETION_COLUMNS, REQUEST_COLUMNS, completion_of, request_of
 from batchjobs.tables import batches, completions, requests, shards
-from batchjobs.types import RequestStatus
+from batchjobs.types import MAX_CHOICES, RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from datetime import datetime
 
     from sqlalchemy.engine import Connection, Row
-
-    from batchjobs.types import Completion
 
 PAGE_ROWS = 500
 PAGE_BYTES = 8 * 2**20
@@ -40,7 +38,7 @@ class ReadingPart(Part):
     def results(
         self, batch_id: str, *, after_index: int = -1, only: str | Collection[str] | None = None
     ) -> Iterator[StoredResult]:
-        """The requests of a batch with what became of them, in input order; one for each choice where ``n`` > 1.
+        """The requests of a batch with what became of them, all choices of each, in input order.
 
         Args:
             after_index: Begins behind this request, to go on with an interrupted reading.
@@ -69,7 +67,7 @@ class ReadingPart(Part):
             limit = _rows_in_a_page(page)
             for found in page:
                 if only is None or found.state in only:
-                    yield from found.results()
+                    yield found.result()
             del found, page  # before the next one comes
 
     def _failed(self, batch_id: str, after_index: int) -> Iterator[StoredResult]:
@@ -81,19 +79,21 @@ class ReadingPart(Part):
             if not indexes:
                 return
             for after_index in indexes:
-                yield from self._all_choices(batch_id, after_index)
+                found = self._one(batch_id, after_index)
+                if found is not None and found.state == RequestStatus.FAILED:  # else another choice was cancelled
+                    yield found.result()
 
-    def _all_choices(self, batch_id: str, index: int) -> list[StoredResult]:
+    def _one(self, batch_id: str, index: int) -> _Found | None:
         with self._database.reading() as connection:
             page = _read_page(connection, batch_id, index - 1, 1)
-        return [result for found in page if found.request.index_ == index for result in found.results()]
+        return page[0] if page and page[0].request.index_ == index else None
 
     def result(self, batch_id: str, index: int) -> StoredResult:
-        """One request; of several choices the first."""
-        found = self._all_choices(known("batch", batch_id), index) if 0 <= index < 2**63 else []
-        if not found:
+        """One request."""
+        found = self._one(known("batch", batch_id), index) if 0 <= index < 2**63 else None
+        if found is None:
             raise NotFound(f"batch {batch_id!r} has no request {index}")
-        return found[0]
+        return found.result()
 
     def result_by_custom_id(self, batch_id: str, custom_id: str) -> StoredResult:
         """The same by the user's id, which must match exactly; a refused line yields to the accepted one."""
@@ -128,17 +128,14 @@ class _Found(NamedTuple):
     state: str
     completions: list[Row[Any]]
 
-    def results(self) -> Iterator[StoredResult]:
-        request = request_of(self.request)
-        outcomes: Iterable[Completion | None] = map(completion_of, self.completions) if self.completions else [None]
-        for outcome in outcomes:
-            yield StoredResult(
-                batch_id=self.request.batch_id,
-                request=request,
-                state=self.state,
-                completion=outcome,
-                created_at=self.created_at,
-            )
+    def result(self) -> StoredResult:
+        return StoredResult(
+            batch_id=self.request.batch_id,
+            request=request_of(self.request),
+            state=self.state,
+            choices=tuple(map(completion_of, self.completions)),
+            created_at=self.created_at,
+        )
 
 
 def _read_page(connection: Connection, batch_id: str, after_index: int, limit: int) -> list[_Found]:
@@ -149,13 +146,21 @@ def _read_page(connection: Connection, batch_id: str, after_index: int, limit: i
     # Shards before completions: where a request ends in between, its completion is seen.
     numbers = [row.shard_no for row in rows]
     live = set(connection.execute(_LIVE, {"batch": batch_id, "first": min(numbers), "last": max(numbers)}).scalars())
-    inside = {"batch": batch_id, "first": rows[0].index_, "last": rows[-1].index_}
+    most = limit + MAX_CHOICES
+    inside = {"batch": batch_id, "first": rows[0].index_, "last": rows[-1].index_, "limit": most}
+    found = connection.execute(_COMPLETIONS, inside).all()
+    if len(found) == most:  # many choices: the page ends before the request that may have more of them
+        rows = [row for row in rows if row.index_ < found[-1].index_]
     outcomes: defaultdict[int, list[Row[Any]]] = defaultdict(list)
-    for outcome in connection.execute(_COMPLETIONS, inside):
+    for outcome in found:
         outcomes[outcome.index_].append(outcome)
-    waiting = {row.index_: "running" if row.shard_no in live else "queued" for row in rows}
-    states = {index: found[0].status for index, found in outcomes.items()}
-    return [_Found(created_at, r, states.get(r.index_, waiting[r.index_]), outcomes[r.index_]) for r in rows]
+    return [_Found(created_at, row, _state(row, outcomes[row.index_], live), outcomes[row.index_]) for row in rows]
+
+
+def _state(request: Row[Any], choices: Sequence[Row[Any]], live: Collection[int]) -> str:
+    if choices:
+        return RequestStatus.of_choices(RequestStatus(choice.status) for choice in choices)
+    return "running" if request.shard_no in live else "queued"
 
 
 def _rows_in_a_page(page: Sequence[_Found]) -> int:
@@ -172,7 +177,10 @@ _REQUESTS = (
     .limit(sa.bindparam("limit", type_=sa.Integer))
 )
 _COMPLETIONS = (
-    sa.select(*COMPLETION_COLUMNS).where(in_range(completions)).order_by(completions.c.index, completions.c.choice)
+    sa.select(*COMPLETION_COLUMNS)
+    .where(in_range(completions))
+    .order_by(completions.c.index, completions.c.choice)
+    .limit(sa.bindparam("limit", type_=sa.Integer))
 )
 _CREATED_AT = sa.select(batches.c.created_at).where(batches.c.id == sa.bindparam("batch"))
 _LIVE = sa.select(shards.c.shard_no).where(
@@ -184,8 +192,9 @@ _LIVE = sa.select(shards.c.shard_no).where(
 # Written out, because the indexes on failed and on accepted rows are only used for these very words.
 _FAILED_INDEXES = (
     sa.select(completions.c.index)
+    .distinct()
     .where(completions.c.batch_id == sa.bindparam("batch"), completions.c.index > sa.bindparam("after"))
-    .where(sa.text("status = 'failed'"), completions.c.choice == 0)
+    .where(sa.text("status = 'failed'"))
     .order_by(completions.c.index)
     .limit(sa.bindparam("limit", type_=sa.Integer))
 )

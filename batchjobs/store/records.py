@@ -8,22 +8,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from batchjobs.types import Completion, Request, ShardId
+    from batchjobs.types import Completion, Request, RequestError, ShardId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResult:
     """A request and what became of it.
 
-    ``state`` is queued, running, completed, failed, cancelled or expired; ``completion`` is there in the last four.
-    ``created_at`` is when the submission of the batch began.
+    ``state`` is queued, running, completed, failed, cancelled or expired: in the last four that of its worst choice.
+    ``choices`` are in order, and none before the end; a request that never began has one at most. ``created_at`` is
+    when the submission of the batch began.
     """
 
     batch_id: str
     request: Request
     state: str
-    completion: Completion | None
+    choices: tuple[Completion, ...]
     created_at: datetime
+
+    @property
+    def completion(self) -> Completion | None:
+        """The first choice, once the request has ended."""
+        return self.choices[0] if self.choices else None
+
+    @property
+    def error(self) -> RequestError | None:
+        """That of the choice to which the request owes its state."""
+        return next((choice.error for choice in self.choices if choice.status == self.state), None)
 
 
 @dataclass(frozen=True, slots=True)

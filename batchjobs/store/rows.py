@@ -15,10 +15,18 @@ import sqlalchemy as sa
 
 from batchjobs.errors import UsageError
 from batchjobs.tables import completions, instant_text, requests
-from batchjobs.types import Completion, Endpoint, FinishReason, Request, RequestError, RequestStatus
+from batchjobs.types import (
+    Completion,
+    Endpoint,
+    FinishReason,
+    PromptScores,
+    Request,
+    RequestError,
+    RequestStatus,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from batchjobs.errors import LineError
@@ -108,6 +116,7 @@ def completion_row(batch_id: str, completion: Completion, created_at: str) -> tu
         c.worker,
         c.attempt,
         None if c.error is None else _error_json(c.error),
+        None if c.prompt_scores is None else _prompt_scores_json(c.prompt_scores),
     )
 
 
@@ -120,12 +129,23 @@ def _tokens_json(tokens: Sequence[TokenText]) -> str:
     return text if text is not None else orjson.dumps([_storable_token(token) for token in tokens]).decode()
 
 
-def _top_logprobs_json(positions: Sequence[TopLogprobs]) -> str:
+def _top_logprobs_json(positions: Sequence[TopLogprobs | None]) -> str:
     text = _strict_json(positions)
     if text is not None:
         return text
-    cleaned = [[(token_id, logprob, _storable_token(token)) for token_id, logprob, token in p] for p in positions]
+    cleaned = [p and [(number, logprob, _storable_token(token)) for number, logprob, token in p] for p in positions]
     return orjson.dumps(cleaned).decode()
+
+
+def _prompt_scores_json(scores: PromptScores) -> str:
+    tops = "null" if scores.top_logprobs is None else _top_logprobs_json(scores.top_logprobs)
+    values = {
+        "token_ids": orjson.dumps(scores.token_ids).decode(),
+        "tokens": _tokens_json(scores.tokens),
+        "logprobs": orjson.dumps(scores.logprobs).decode(),
+        "top_logprobs": tops,
+    }
+    return "{" + ",".join(f'"{name}":{value}' for name, value in values.items()) + "}"
 
 
 def _error_json(error: RequestError) -> str:
@@ -175,6 +195,17 @@ def completion_of(row: Any) -> Completion:
         first_token_at=row.first_token_at,
         finished_at=row.finished_at,
         error=None if row.error is None else RequestError(**orjson.loads(row.error)),
+        prompt_scores=None if row.prompt_logprobs is None else _prompt_scores(orjson.loads(row.prompt_logprobs)),
+    )
+
+
+def _prompt_scores(stored: Mapping[str, Any]) -> PromptScores:
+    tops = stored["top_logprobs"]
+    return PromptScores(
+        token_ids=tuple(stored["token_ids"]),
+        tokens=_texts(stored["tokens"]),
+        logprobs=tuple(stored["logprobs"]),
+        top_logprobs=None if tops is None else tuple(None if top is None else _top_logprobs(top) for top in tops),
     )
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import TYPE_CHECKING
@@ -22,10 +23,11 @@ from batchjobs.database import Database
 from batchjobs.errors import BatchjobsError
 from batchjobs.store import Store
 from batchjobs.tables import VIEWS, metadata
-from tests.support.batches import submit
+from batchjobs.types import PromptScores, ShardId
+from tests.support.batches import answer, failure, submit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +47,38 @@ def execute(url: str, *statements: str) -> None:
     database.close()
 
 
+def migrate(url: str, step: Callable[..., None], revision: str) -> None:
+    database = Database(url)
+    with database.writing() as connection:
+        config = schema._alembic_config()
+        config.attributes["connection"] = connection
+        step(config, revision)
+    database.close()
+
+
+def rows_of_the_first_revision() -> list[str]:
+    """A batch B of three requests: one answered, one failed, one that waits."""
+    made = "'2026-03-01T12:00:00.250000Z'"
+    completion = (
+        'INSERT INTO completions (batch_id, "index", choice, status, text, finish_reason, prompt_tokens,'
+        " completion_tokens, cached_tokens, token_ids, tokens, logprobs, token_times, created_at, attempt, error)"
+        " VALUES ('B', {}, 0, {}, 'old', {}, 1, 0, 0, '[]', '[]', '[]', '[]', " + made + ", 1, {})"
+    )
+    return [
+        "INSERT INTO batches (id, fingerprint, queue, shard_size, defaults, created_at, submitted_at)"
+        f" VALUES ('B', 'f', 'default', 3, '{{}}', {made}, {made})",
+        "INSERT INTO shards (batch_id, shard_no, first_index, last_index, requests, state, completed, failed)"
+        " VALUES ('B', 0, 0, 2, 3, 'ready', 1, 1)",
+        *(
+            'INSERT INTO requests (batch_id, "index", custom_id, endpoint, body, shard_no)'
+            f""" VALUES ('B', {index}, 'q{index}', '/v1/completions', '{{"prompt":"p"}}', 0)"""
+            for index in range(3)
+        ),
+        completion.format(0, "'completed'", "'stop'", "NULL"),
+        completion.format(1, "'failed'", "'error'", """'{"code":"e","message":"m"}'"""),
+    ]
+
+
 class TestUpgrading:
     def test_from_empty_to_the_newest(self, empty_database_url: str) -> None:
         assert schema.current(empty_database_url) is None
@@ -55,15 +89,37 @@ class TestUpgrading:
         assert schema.check(empty_database_url) == []
 
     def test_down_to_nothing_and_up_again(self, database: Database, database_url: str) -> None:
-        with database.writing() as connection:
-            config = schema._alembic_config()
-            config.attributes["connection"] = connection
-            command.downgrade(config, "base")
+        migrate(database_url, command.downgrade, "base")
         with database.reading() as connection:
             assert sa.inspect(connection).get_table_names() == ["alembic_version"]
             assert sa.inspect(connection).get_view_names() == []
         schema.upgrade(database_url)
         assert schema.check(database_url) == []
+
+    def test_rows_of_the_first_revision_stay_and_take_choices_and_scores(self, empty_database_url: str) -> None:
+        migrate(empty_database_url, command.upgrade, "0001")
+        execute(empty_database_url, *rows_of_the_first_revision())
+        schema.upgrade(empty_database_url)
+        assert schema.check(empty_database_url) == []
+        store = Store(empty_database_url)
+        scores = PromptScores(token_ids=(1,), tokens=("p",), logprobs=(None,), top_logprobs=None)
+        [lease] = store.claim([ShardId("B", 0)], "w", 60)
+        new = [answer(2, prompt_scores=scores), replace(failure(2, "late"), choice=1)]
+        assert store.record([(lease, each) for each in new]).done == [lease.shard]
+        assert [(r.state, r.completion and r.completion.text, len(r.choices)) for r in store.results("B")] == [
+            ("completed", "old", 1),
+            ("failed", "old", 1),
+            ("failed", "answer 2", 2),
+        ]
+        assert [r.completion and r.completion.prompt_scores for r in store.results("B")] == [None, None, scores]
+        _, rows = store.select('SELECT "index", state, error_code FROM results ORDER BY "index"')
+        assert list(rows) == [(0, "completed", None), (1, "failed", "e"), (2, "failed", "late")]
+        store.close()
+        migrate(empty_database_url, command.downgrade, "0001")
+        store = Store(empty_database_url)
+        _, rows = store.select('SELECT "index", state, error_code FROM results ORDER BY "index"')
+        assert list(rows) == [(0, "completed", None), (1, "failed", "e"), (2, "completed", None)]
+        store.close()
 
     def test_a_migration_that_fails_leaves_nothing(
         self, empty_database_url: str, monkeypatch: pytest.MonkeyPatch
@@ -91,7 +147,7 @@ class TestUpgrading:
         monkeypatch.setattr(schema, "__file__", str(tmp_path / "batchjobs" / "schema.py"))
         url = f"sqlite:///{tmp_path / 'jobs.sqlite3'}"
         schema.upgrade(url)
-        assert schema.current(url) == "0001"
+        assert schema.current(url) == schema.head()
         shutil.rmtree(tmp_path / place)
         with pytest.raises(BatchjobsError, match="install batchjobs again"):
             schema.head()
@@ -171,7 +227,7 @@ class TestPreparing:
         execute(database_url, "UPDATE alembic_version SET version_num = '9999'")
         store = Store(database_url)
         with pytest.raises(
-            BatchjobsError, match=r"newer version of batchjobs \(revision 9999, known here up to 0001\)"
+            BatchjobsError, match=rf"newer version of batchjobs \(revision 9999, known here up to {schema.head()}\)"
         ):
             store.prepare()
         store.close()
@@ -187,7 +243,7 @@ class TestPreparing:
         execute(url, "CREATE TABLE notes (text TEXT)")
         store = Store(url)
         with pytest.raises(
-            BatchjobsError, match="is at revision none and this version needs 0001; run `batchjobs db up"
+            BatchjobsError, match=f"is at revision none and this version needs {schema.head()}; run `batchjobs db up"
         ):
             store.prepare()
         store.close()
@@ -224,7 +280,7 @@ def _uncommented_sqlite(connection: sa.Connection) -> list[str]:
         missing += [
             f"{table.name}.{column.name}"
             for column in table.columns
-            if f"/* {column.comment} */" not in re.search(rf'\n\t"?{column.name}"? .*', statements[table.name])[0]
+            if f"/* {column.comment} */" not in re.search(rf'(\n\t|, )"?{column.name}"? .*', statements[table.name])[0]
         ]
     for view in VIEWS:
         assert re.match(rf"CREATE VIEW {view.name} AS /\* .+ \*/", statements[view.name])

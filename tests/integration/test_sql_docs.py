@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchjobs.types import FinishReason
+from batchjobs.types import FinishReason, PromptScores
 from tests.support.batches import GONE, STARTED, answer, claim, failure, submit
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def batch_id(store: Store) -> str:
         logprobs=(-3.0, -0.25),
         finished_at=STARTED + timedelta(seconds=2),
     )
-    store.record([(lease, answer(0)), (lease, cut), (lease, failure(2)), (lease, failure(3, message="later"))])
+    scores = PromptScores(token_ids=(1, 2, 3), tokens=("a", "b", "c"), logprobs=(None, -1.5, -0.5), top_logprobs=None)
+    first = answer(0, prompt_scores=scores)
+    store.record([(lease, first), (lease, cut), (lease, failure(2)), (lease, failure(3, message="later"))])
     return batch_id
 
 
@@ -64,7 +66,9 @@ def test_each_query_gives_the_right_rows(store: Store, batch_id: str) -> None:
             ("w2", 1, seconds(0.25, abs=1e-3), seconds(0.25, abs=1e-3), 0.4),
         ],
         "10": [(batch_id, "eval", "running", 5, 4, 0, 0)],
-        "11": [(batch_id, 0, "w2", 2, "done")],
+        "11": [(2, 0, "failed", ""), (3, 0, "failed", "")],
+        "12": [(0, -1.5)],
+        "13": [(batch_id, 0, "w2", 2, "done")],
     }
     dialect = "postgresql" if "postgresql" in store.url_without_password else "sqlite"
     found = {number: list(store.select(sql)[1]) for number, sql in queries(dialect).items()}

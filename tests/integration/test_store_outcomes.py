@@ -184,7 +184,7 @@ class TestCounting:
         assert info.counts.done == 5
         assert info.tokens == TokenCounts(prompt=30, completion=8)
 
-    def test_of_several_choices_the_first_counts_and_all_tokens(self, store: Store) -> None:
+    def test_of_several_choices_the_request_counts_and_all_tokens(self, store: Store) -> None:
         batch_id = submit(store, 1)
         lease = claim(store, batch_id)
         choices = [(lease, replace(answer(0), choice=number, text=f"choice {number}")) for number in (1, 0, 2)]
@@ -193,6 +193,6 @@ class TestCounting:
         info = store.batch(batch_id)
         assert info.counts == Counts(total=1, completed=1)
         assert info.tokens == TokenCounts(prompt=10, completion=9)
-        found = [each.completion for each in store.results(batch_id)]
-        assert [(each.choice, each.text) for each in found if each] == [(n, f"choice {n}") for n in range(3)]
+        [found] = store.results(batch_id)
+        assert [(each.choice, each.text) for each in found.choices] == [(n, f"choice {n}") for n in range(3)]
         assert stored(store, batch_id).choice == 0

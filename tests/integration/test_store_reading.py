@@ -182,6 +182,14 @@ class TestSelect:
         _, rows = store.select(numbers, limit=None)
         assert [x for (x,) in rows] == list(range(1, 1204))
 
+    def test_json_arrays_can_be_unrolled(self, store: Store) -> None:
+        batch_id = submit(store, 1, shard_size=1)
+        store.record([(claim(store, batch_id), answer(0))])
+        is_sqlite = store.url_without_password.startswith("sqlite")
+        function = "json_each" if is_sqlite else "json_array_elements_text"
+        _, rows = store.select(f"SELECT t.value FROM completions c, {function}(c.token_times) t")
+        assert [float(value) for (value,) in rows] == [0.25, 0.5, 0.75]
+
     def test_values_are_plain(self, store: Store) -> None:
         submit(store, 1)
         [row] = store.select("SELECT created_at, defaults, NULL, 'a', 1, 1.5 FROM batches -- a % sign")[1]

@@ -1,7 +1,12 @@
 """An engine without a model: it emits words at a set speed, and behaves as :class:`workers.engine.EngineLoop` does.
 
-The words depend on the prompt alone, so that a test knows every answer in advance. Two prompts are special: one that
-holds "untokenizable" raises PromptError, and one that holds "explode" kills the engine's thread.
+The words depend on the prompt and the choice alone, so that a test knows every answer in advance. A token of a prompt
+is a character. Some prompts are special:
+
+- one that holds "untokenizable" raises PromptError, and one that holds "explode" kills the engine's thread;
+- of one that holds "uneven", choice 0 stops by itself after its first token; and of one that holds "faulty", choice 1
+  fails after its first;
+- a response format whose schema has ``"type": "impossible"`` fails as one of which no grammar can be made.
 """
 
 from __future__ import annotations
@@ -9,13 +14,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from batchjobs.types import FinishReason
+from batchjobs.types import FinishReason, RequestError
 from workers.engine.loop import EngineStopped
-from workers.engine.requests import EngineOutput, EngineRequest, EngineStats, PromptError
+from workers.engine.requests import EngineOutput, EngineRequest, EngineStats, PromptError, PromptScores
+
+
+class StubVocabulary:
+    def text(self, token: int) -> str:
+        return chr(token)
 
 
 class StubEngine:
@@ -24,6 +34,7 @@ class StubEngine:
     device = "cpu"
     dtype = "float32"
     max_model_len = 4096
+    vocabulary = StubVocabulary()
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -40,38 +51,106 @@ class StubEngine:
         return self.encode_prompt("\n".join(str(message["content"]) for message in messages))
 
 
-def expected_text(prompt: str, max_tokens: int) -> str:
+def expected_text(prompt: str, max_tokens: int, choice: int = 0) -> str:
     """What the stub answers."""
-    return " ".join(f"{len(prompt)}.{position}" for position in range(max_tokens))
+    return " ".join(_words(len(prompt), choice, max_tokens))
+
+
+def _words(prompt_tokens: int, choice: int, count: int) -> tuple[str, ...]:
+    """The first choice has words such as ``8.0``, the second ``8.0b``, the third ``8.0c``."""
+    mark = chr(ord("a") + choice) if choice else ""
+    return tuple(f"{prompt_tokens}.{position}{mark}" for position in range(count))
+
+
+@dataclass
+class _Choice:
+    number: int
+    times: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: RequestError | None = None
 
 
 @dataclass
 class _Sequence:
+    """A request with its choices, which get their tokens side by side."""
+
     request: EngineRequest
     on_finish: Callable[[EngineOutput], None]
     started_at: datetime | None = None
     started: float = 0.0
-    times: list[float] = field(default_factory=list)
+    choices: list[_Choice] = field(init=False)
 
-    def output(self, reason: FinishReason) -> EngineOutput:
+    def __post_init__(self) -> None:
+        self.choices = [_Choice(number) for number in range(self.request.sampling.n)]
+
+    @property
+    def prompt(self) -> str:
+        return "".join(map(chr, self.request.prompt_ids))
+
+    @property
+    def going(self) -> list[_Choice]:
+        """The choices that have not ended."""
+        return [choice for choice in self.choices if choice.reason is None]
+
+    def advance(self) -> int:
+        """A token for each choice that goes on. Returns how many there were."""
+        going = self.going
+        limit = self.request.sampling.max_tokens
+        for choice in going:
+            if limit:
+                choice.times.append(time.monotonic() - self.started)
+            if "uneven" in self.prompt and choice.number == 0:
+                choice.reason = FinishReason.STOP
+            elif "faulty" in self.prompt and choice.number == 1:
+                choice.reason = FinishReason.ERROR
+                choice.error = RequestError(code="non_finite_logits", message="the stub was told to fail")
+            elif len(choice.times) >= limit:
+                choice.reason = FinishReason.LENGTH
+        return len(going) if limit else 0
+
+    def end(self, reason: FinishReason, error: RequestError | None = None) -> None:
+        for choice in self.going:
+            choice.reason, choice.error = reason, error
+
+    def output(self) -> EngineOutput:
+        first, *others = map(self._output, self.choices)
+        return replace(first, prompt_scores=self._scores(), other_choices=tuple(others))
+
+    def _output(self, choice: _Choice) -> EngineOutput:
+        assert choice.reason is not None
         now = datetime.now(UTC)
-        count = len(self.times)
-        words = tuple(f"{len(self.request.prompt_ids)}.{position}" for position in range(count))
-        first = self.started_at + timedelta(seconds=self.times[0]) if self.started_at and self.times else None
+        count = len(choice.times)
+        words = _words(len(self.request.prompt_ids), choice.number, count)
+        first = self.started_at + timedelta(seconds=choice.times[0]) if self.started_at and choice.times else None
         return EngineOutput(
             request_id=self.request.request_id,
+            choice=choice.number,
             text=" ".join(words),
-            finish_reason=reason,
+            finish_reason=choice.reason,
             token_ids=tuple(range(count)),
             tokens=words,
             logprobs=tuple(-0.5 for _ in range(count)),
-            token_times=tuple(self.times),
+            token_times=tuple(choice.times),
             top_logprobs=None,
             prompt_tokens=len(self.request.prompt_ids),
             cached_tokens=0,
             started_at=self.started_at or now,
             first_token_at=first,
             finished_at=now,
+            error=choice.error,
+        )
+
+    def _scores(self) -> PromptScores | None:
+        wanted = self.request.sampling.prompt_logprobs
+        if wanted is None or self.started_at is None:
+            return None
+        ids = self.request.prompt_ids
+        tops = tuple(((token, -0.25, chr(token)),) for token in ids[1:])
+        return PromptScores(
+            token_ids=ids,
+            tokens=tuple(map(chr, ids)),
+            logprobs=(None, *(-0.25 for _ in ids[1:])),
+            top_logprobs=(None, *tops) if wanted else None,
         )
 
 
@@ -128,8 +207,8 @@ class StubLoop:
     def stats(self) -> EngineStats:
         with self._lock:
             return EngineStats(
-                running=len(self._running),
-                waiting=len(self._waiting),
+                running=sum(len(sequence.going) for sequence in self._running.values()),
+                waiting=sum(len(sequence.going) for sequence in self._waiting.values()),
                 kv_usage_ratio=len(self._running) / self._max_requests,
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._tokens,
@@ -142,37 +221,41 @@ class StubLoop:
         try:
             while not self._stopping.wait(self._step_seconds):
                 self._ticked_at = time.monotonic()
-                for sequence, reason in self._cancel():
-                    sequence.on_finish(sequence.output(reason))
+                for sequence in self._cancel():
+                    sequence.on_finish(sequence.output())
                 if self._open.is_set():
-                    for sequence, reason in self._step():
-                        sequence.on_finish(sequence.output(reason))
+                    for sequence in self._step():
+                        sequence.on_finish(sequence.output())
         except BaseException as error:  # noqa: BLE001
             self.failure = error
 
-    def _cancel(self) -> list[tuple[_Sequence, FinishReason]]:
+    def _cancel(self) -> list[_Sequence]:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
             found = [self._running.pop(i, None) or self._waiting.pop(i, None) for i in cancelled]
-            return [(sequence, FinishReason.CANCELLED) for sequence in found if sequence is not None]
+            ended = [sequence for sequence in found if sequence is not None]
+            for sequence in ended:
+                sequence.end(FinishReason.CANCELLED)
+            return ended
 
-    def _step(self) -> list[tuple[_Sequence, FinishReason]]:
+    def _step(self) -> list[_Sequence]:
         with self._lock:
             self._steps += bool(self._running or self._waiting)
             while self._waiting and len(self._running) < self._max_requests:
                 self._admit(next(iter(self._waiting)))
             ended = []
             for request_id, sequence in list(self._running.items()):
-                sequence.times.append(time.monotonic() - sequence.started)
-                self._tokens += 1
-                if len(sequence.times) >= sequence.request.sampling.max_tokens:
-                    ended.append((self._running.pop(request_id), FinishReason.LENGTH))
+                self._tokens += sequence.advance()
+                if not sequence.going:
+                    ended.append(self._running.pop(request_id))
             return ended
 
     def _admit(self, request_id: Hashable) -> None:
         sequence = self._running[request_id] = self._waiting.pop(request_id)
-        prompt = "".join(map(chr, sequence.request.prompt_ids))
-        if "explode" in prompt:
+        if "explode" in sequence.prompt:
             raise RuntimeError("the stub engine exploded")
+        schema = (sequence.request.sampling.response_format or {}).get("json_schema", {}).get("schema", {})
+        if schema.get("type") == "impossible":
+            sequence.end(FinishReason.ERROR, RequestError(code="invalid_response_format", message="no such type"))
         self._prompt_tokens += len(sequence.request.prompt_ids)
         sequence.started_at, sequence.started = datetime.now(UTC), time.monotonic()

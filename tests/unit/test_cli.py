@@ -97,7 +97,7 @@ def test_every_command_is_documented(command: tuple[str, ...]) -> None:
 def test_the_examples_of_input_lines_are_understood() -> None:
     blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "input.md").read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 6
     for number, line in enumerate(lines):
         parse_line(line.encode(), 1, number)
 
@@ -196,7 +196,7 @@ def test_ids_that_look_like_options_need_two_dashes(command_line: CommandLine) -
 def refused(tmp_path: Path, count: int, custom_id: str, prompt: str) -> Path:
     """A file whose lines are refused: with ``--on-invalid skip`` they have their outcome at once."""
     path = tmp_path / "in.jsonl"
-    lines = [{"custom_id": f"{custom_id} {number}", "prompt": prompt, "n": 2} for number in range(count)]
+    lines = [{"custom_id": f"{custom_id} {number}", "prompt": prompt, "suffix": "."} for number in range(count)]
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
     return path
 

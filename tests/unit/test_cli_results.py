@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import pytest
 from batchjobs.cli.console import print_table
 from batchjobs.cli.files import output
 from batchjobs.errors import UsageError
-from batchjobs.types import FinishReason, RequestStatus
+from batchjobs.types import FinishReason, PromptScores, RequestStatus
 from tests.support.answers import answer, answer_all, failure
 from tests.support.command_line import CommandLine, command_line
 
@@ -28,6 +29,9 @@ KEYS = [
     "completion_tokens", "cached_tokens", "token_ids", "logprobs", "top_logprobs", "token_times", "created_at",
     "started_at", "first_token_at", "finished_at", "worker", "attempt", "error", "tokens",
 ]  # fmt: skip
+SCORES = PromptScores(
+    token_ids=(72, 105), tokens=("H", "i"), logprobs=(None, -0.75), top_logprobs=(None, ((105, -0.75, "i"),))
+)
 
 
 def outcome(request: Request) -> Completion:
@@ -45,6 +49,20 @@ def answered(line: CommandLine, *requests: dict[str, Any]) -> str:
     batch = line.submit(*requests)
     store = line.store()
     answer_all(store, batch, outcome)
+    store.close()
+    return batch
+
+
+def answered_three_times(line: CommandLine, *, failing: bool) -> str:
+    """The id of a finished batch of one line that asked for three choices, the last of which may have failed."""
+    batch = line.submit({"custom_id": "q", "prompt": "Hi", "n": 3, "seed": 1})
+    store = line.store()
+    store.open_batch(batch)
+    [lease] = store.claim([shard for shard, _ in store.claimable(1)], "w1", 60)
+    [request] = store.pending_requests(lease)
+    last = failure(request) if failing else answer(request, "blue")
+    made = [answer(request, "red"), answer(request, "green", finish_reason=FinishReason.LENGTH), last]
+    store.record([(lease, replace(each, choice=number)) for number, each in enumerate(made)])
     store.close()
     return batch
 
@@ -83,6 +101,80 @@ def test_flat_lines_have_the_keys_in_their_order(command_line: CommandLine) -> N
     assert failed["error"] == {"code": "context_length_exceeded", "message": "too long"}
     assert (failed["status"], failed["finish_reason"], failed["text"]) == ("failed", "error", "")
     assert (cancelled["status"], cancelled["finish_reason"], cancelled["text"]) == ("cancelled", "cancelled", "par")
+
+
+def test_with_several_choices_the_line_is_the_first_ones_and_has_them_all(command_line: CommandLine) -> None:
+    (row,) = rows(command_line.out("results", answered_three_times(command_line, failing=False)))
+    assert list(row) == [*KEYS, "n", "choices"]
+    assert (row["text"], row["finish_reason"], row["status"], row["n"]) == ("red", "stop", "completed", 3)
+    assert row["completion_tokens"] == len(row["token_ids"]) == 3
+    assert [(c["choice"], c["text"], c["finish_reason"], c["completion_tokens"]) for c in row["choices"]] == [
+        (0, "red", "stop", 3),
+        (1, "green", "length", 5),
+        (2, "blue", "stop", 4),
+    ]
+    assert list(row["choices"][1]) == [
+        "choice", "status", "text", "finish_reason", "completion_tokens", "token_ids", "logprobs", "top_logprobs",
+        "token_times", "started_at", "first_token_at", "finished_at", "error", "tokens",
+    ]  # fmt: skip
+    assert row["choices"][1]["tokens"] == list("green")
+    assert row["choices"][0] == {"choice": 0, **{k: row[k] for k in row["choices"][0] if k != "choice"}}
+
+
+def test_with_a_failed_choice_the_request_has_failed(command_line: CommandLine, tmp_path: Path) -> None:
+    batch = answered_three_times(command_line, failing=True)
+    (row,) = rows(command_line.out("results", batch))
+    assert (row["status"], row["error"]["code"], row["text"]) == ("failed", "context_length_exceeded", "red")
+    assert [c["status"] for c in row["choices"]] == ["completed", "completed", "failed"]
+    command_line.out("results", batch, "--format", "openai", "-o", tmp_path / "o", "--errors", tmp_path / "e")
+    assert (tmp_path / "o").read_text() == ""
+    assert [line["error"]["code"] for line in rows((tmp_path / "e").read_text())] == ["context_length_exceeded"]
+    status = command_line.json("status", batch)
+    assert (status["counts"]["total"], status["counts"]["failed"]) == (1, 1)
+    assert status["failures"] == {"context_length_exceeded": 1}
+    assert (status["tokens"]["prompt"], status["tokens"]["completion"]) == (10, 8)
+    assert command_line.run("wait", batch).exit_code == 5
+
+
+def test_csv_and_table_have_the_first_choice_and_their_number(command_line: CommandLine) -> None:
+    batch = answered_three_times(command_line, failing=False)
+    (row,) = csv.DictReader(io.StringIO(command_line.out("results", batch, "--format", "csv")))
+    assert (row["text"], row["choices"], row["completion_tokens"]) == ("red", "3", "3")
+    assert "(1 of 3) red" in command_line.out("results", batch, "--format", "table")
+
+
+def test_show_prints_every_choice(command_line: CommandLine) -> None:
+    batch = answered_three_times(command_line, failing=True)
+    shown = [" ".join(line.split()) for line in command_line.out("show", f"{batch}/0").splitlines()]
+    for line in (
+        "status failed",
+        "error context_length_exceeded: too long",
+        "tokens 10 in the prompt (4 cached), 8 generated",
+        "choice 0: completed, stop, 3 tokens",
+        "red",
+        "choice 1: completed, length, 5 tokens",
+        "green",
+        '4 "n" 110 -2.0000 1.250',
+        "choice 2: failed, error, 0 tokens, context_length_exceeded: too long",
+    ):
+        assert line in shown
+    found = command_line.json("show", f"{batch}/0")
+    assert [choice["text"] for choice in found["choices"]] == ["red", "green", ""]
+
+
+def test_prompt_scores_are_there_where_they_were_asked_for(command_line: CommandLine) -> None:
+    """A-sp-09."""
+    batch = command_line.submit({"prompt": "Hi", "echo": True, "logprobs": 1, "max_tokens": 0})
+    store = command_line.store()
+    answer_all(store, batch, lambda request: replace(answer(request, ""), text="Hi", prompt_scores=SCORES))
+    store.close()
+    (row,) = rows(command_line.out("results", batch))
+    assert list(row) == [*KEYS, "prompt_token_ids", "prompt_logprobs", "prompt_top_logprobs"]
+    assert (row["text"], row["token_ids"], row["prompt_token_ids"]) == ("Hi", [], [72, 105])
+    assert (row["prompt_logprobs"], row["prompt_top_logprobs"]) == ([None, -0.75], [None, [[105, -0.75, "i"]]])
+    shown = [" ".join(line.split()) for line in command_line.out("show", f"{batch}/0").splitlines()]
+    assert '0 "H" 72' in shown
+    assert '1 "i" 105 -0.7500 "i" -0.75' in shown
 
 
 def test_results_are_in_input_order_and_readable_while_the_batch_runs(command_line: CommandLine) -> None:

@@ -69,12 +69,12 @@ def test_submit_takes_files_gzip_and_standard_input(command_line: CommandLine, t
 
 def test_options_fill_what_lines_leave_open(command_line: CommandLine) -> None:
     options = ("--max-tokens", 5, "--temperature", 0.5, "--top-p", 0.9, "--top-k", 3, "--seed", 7, "--stop", "X",
-               "--stop", "Y", "--min-p", 0.1, "--system", "Be brief")  # fmt: skip
+               "--stop", "Y", "--min-p", 0.1, "--n", 2, "--system", "Be brief")  # fmt: skip
     batch = command_line.submit(
         {"prompt": "a"}, {"prompt": "b", "max_tokens": 9, "seed": 1}, {"messages": [{"role": "user", "content": "c"}]},
         options=options,
     )  # fmt: skip
-    rest = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["X", "Y"]}
+    rest = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "n": 2, "stop": ["X", "Y"]}
     chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "c"}]
     assert bodies(command_line, batch) == [
         {"prompt": "a", "max_tokens": 5, "seed": 7, **rest},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,19 @@ def test_from_submission_to_results(client: Client, queue: Queue) -> None:
     assert good.token_times == (0.25, 0.5)
     assert len(good.token_ids) == len(good.tokens) == good.completion_tokens == 2
     assert batch.failures() == {"context_length_exceeded": 1}
+
+
+def test_every_choice_is_there(client: Client) -> None:
+    batch = client.submit([{"prompt": "a"}, {"prompt": "b", "n": 1}], n=2)
+    (lease,) = client.store.claim([shard for shard, _ in client.store.claimable(1)], "w1", 60)
+    two, one = client.store.pending_requests(lease)
+    second = replace(answer(two, "No"), choice=1)
+    client.store.record([(lease, answer(two, "Yes")), (lease, second), (lease, answer(one, "Hi"))])
+    first, last = batch.results()
+    assert (first.n, first.text, [choice.text for choice in first.choices]) == (2, "Yes", ["Yes", "No"])
+    assert first.choices[1].logprobs == (0.0, -0.5)
+    assert (last.n, last.text, [choice.text for choice in last.choices]) == (1, "Hi", ["Hi"])
+    assert batch.counts.completed == 2
 
 
 def test_an_earlier_batch_is_found_by_its_id(client: Client) -> None:

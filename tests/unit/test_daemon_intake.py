@@ -30,7 +30,7 @@ def shard(number: int) -> ShardId:
 class FakeLoop:
     def __init__(self) -> None:
         self.engine = StubEngine()
-        self.running = self.waiting = 0
+        self.running = self.waiting = self.steps = 0
         self.ticked_at = time.monotonic()
         self.added: list[Any] = []
 
@@ -42,7 +42,7 @@ class FakeLoop:
             prompt_tokens=0,
             generated_tokens=0,
             preemptions=0,
-            steps=0,
+            steps=self.steps,
             ticked_at=self.ticked_at,
         )
 
@@ -100,6 +100,7 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.size = 8
+        self.n = 1
         self.refused: set[ShardId] = set()
         self.foreign: set[ShardId] = set()  # of batches that ask for another model
         self.ready: list[ShardId] = []
@@ -122,7 +123,12 @@ class FakeStore:
 
     def pending_requests(self, lease: Lease) -> list[Request]:
         return [
-            Request(index=i, custom_id=str(i), endpoint=Endpoint.COMPLETIONS, body={"prompt": "p", "max_tokens": 1})
+            Request(
+                index=i,
+                custom_id=str(i),
+                endpoint=Endpoint.COMPLETIONS,
+                body={"prompt": "p", "max_tokens": 1, "n": self.n},
+            )
             for i in range(self.size)
         ]
 
@@ -182,6 +188,28 @@ def test_it_takes_enough_to_run_and_half_as_much_again(parts: Parts) -> None:
     assert parts.holdings.unfinished == 64 + 32
     assert parts.rq.started == [shard(n) for n in range(12)]
     assert len(parts.loop.added) == 96
+
+
+def test_requests_of_several_choices_are_that_much_more_work(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(100)]
+    parts.store.n = 4
+    parts.intake._choices_a_shard = 32.0
+    parts.settle()
+    assert parts.holdings.unfinished == 64 + 32
+    assert len(parts.loop.added) == 24
+
+
+def test_choices_that_have_ended_do_not_count_as_waiting(parts: Parts) -> None:
+    """With one long choice left of each request, the engine must not run empty."""
+    parts.store.n = 8
+    parts.intake._choices_a_shard = 64.0
+    parts.rq.queued = [shard(n) for n in range(100)]
+    parts.settle()
+    assert len(parts.loop.added) == 16
+    parts.loop.running, parts.loop.waiting = 16, 0
+    assert parts.intake._shortage() == 0, "the engine may not have seen the last ones yet"
+    parts.loop.steps = 2
+    assert parts.intake._shortage() == 1
 
 
 def test_a_small_engine_has_sixteen_in_waiting(parts: Parts) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import logging
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed
 from batchjobs.store import Recorded
-from batchjobs.types import Completion, FinishReason, Lease, RequestStatus, ShardId
+from batchjobs.types import Completion, Endpoint, FinishReason, Lease, Request, RequestStatus, ShardId
 from tests.support.stub_engine import StubEngine
 from tests.support.waiting import eventually
+from workers.engine.requests import EngineOutput, PromptScores
 from workers.holdings import Holdings, request_id
 from workers.logs import LineFormatter
 from workers.outage import LONGEST_PAUSE_SECONDS, Outage
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
 LEASE = Lease(ShardId("B", 0), fence=1, attempt=1)
+NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 class FakeLoop:
@@ -89,14 +93,22 @@ def holdings(loop: FakeLoop, rq: FakeRq) -> Holdings:
 class TestHoldings:
     def test_a_shard_counts_as_full_until_it_was_read(self, holdings: Holdings) -> None:
         assert holdings.unfinished == 64
-        holdings.fill(LEASE, [0, 1, 2])
+        holdings.fill(LEASE, {0: 1, 1: 1, 2: 1})
         assert holdings.unfinished == 3
 
     def test_each_request_finishes_once(self, holdings: Holdings) -> None:
-        holdings.fill(LEASE, [0, 1])
+        holdings.fill(LEASE, {0: 1, 1: 1})
         assert holdings.finish(LEASE, 0)
         assert not holdings.finish(LEASE, 0)
         assert not holdings.finish(LEASE, 7)
+        assert holdings.unfinished == 1
+
+    def test_a_request_is_as_much_work_as_it_has_choices(self, holdings: Holdings) -> None:
+        holdings.fill(LEASE, {0: 1, 1: 4})
+        assert (holdings.unfinished, holdings.unread) == (5, 0)
+        assert holdings.spare(4) is None, "one of its five choices runs"
+        assert holdings.finish(LEASE, 1)
+        assert not holdings.finish(LEASE, 1)
         assert holdings.unfinished == 1
 
     def test_what_is_done_is_told_to_rq(self, holdings: Holdings, rq: FakeRq) -> None:
@@ -108,7 +120,7 @@ class TestHoldings:
     def test_a_lost_lease_ends_its_sequences_and_takes_no_more_outcomes(
         self, holdings: Holdings, loop: FakeLoop, rq: FakeRq
     ) -> None:
-        holdings.fill(LEASE, [0, 1, 2])
+        holdings.fill(LEASE, {0: 1, 1: 1, 2: 1})
         holdings.finish(LEASE, 1)
         holdings.lose(LEASE)
         assert loop.cancelled == [request_id(LEASE, 0), request_id(LEASE, 2)]
@@ -117,7 +129,7 @@ class TestHoldings:
         assert rq.ended == [(LEASE.shard, Ending.LOST)]
 
     def test_a_second_claim_of_a_shard_ends_the_first(self, holdings: Holdings, loop: FakeLoop) -> None:
-        holdings.fill(LEASE, [0])
+        holdings.fill(LEASE, {0: 1})
         again = Lease(LEASE.shard, fence=2, attempt=2)
         holdings.take(again)
         assert loop.cancelled == [request_id(LEASE, 0)]
@@ -125,7 +137,7 @@ class TestHoldings:
         assert not holdings.finish(LEASE, 0)
 
     def test_a_refused_renewal_of_a_finished_shard_is_left_to_the_recorder(self, holdings: Holdings) -> None:
-        holdings.fill(LEASE, [0])
+        holdings.fill(LEASE, {0: 1})
         holdings.finish(LEASE, 0)
         holdings.lose_unless_finished(LEASE)
         assert holdings.has(LEASE)
@@ -135,7 +147,7 @@ class TestHoldings:
         assert not holdings.has(LEASE)
 
     def test_cancelling_is_repeated_for_what_slipped_through(self, holdings: Holdings, loop: FakeLoop) -> None:
-        holdings.fill(LEASE, [0, 1])
+        holdings.fill(LEASE, {0: 1, 1: 1})
         for _ in range(2):
             holdings.cancel(set(), {("B", 1), ("another", 0)})
         assert loop.cancelled == [request_id(LEASE, 1)] * 2
@@ -147,12 +159,12 @@ class TestHoldings:
 
     def test_only_a_shard_that_was_not_begun_can_be_spared(self, holdings: Holdings, loop: FakeLoop) -> None:
         assert holdings.spare(100) is None, "not read yet"
-        holdings.fill(LEASE, [0, 1])
+        holdings.fill(LEASE, {0: 1, 1: 1})
         assert holdings.spare(1) is None, "one of its two requests runs"
         assert holdings.spare(2) == LEASE
         assert loop.cancelled == [request_id(LEASE, 0), request_id(LEASE, 1)]
         holdings.take(LEASE)
-        holdings.fill(LEASE, [0, 1])
+        holdings.fill(LEASE, {0: 1, 1: 1})
         holdings.finish(LEASE, 0)
         assert holdings.spare(2) is None, "one of its requests is done"
 
@@ -169,17 +181,25 @@ class TestRecorder:
 
     def test_rows_share_transactions(self, recorder: Recorder, store: FakeStore) -> None:
         for index in range(600):
-            recorder.put(LEASE, answer(index))
+            recorder.put(LEASE, (answer(index),))
         recorder.start()
         assert recorder.stop(10) == 0
         assert len(store.rows) == 600
         assert store.sizes == [MAX_ROWS, MAX_ROWS, 600 - 2 * MAX_ROWS]
 
+    def test_the_choices_of_a_request_share_a_transaction(self, recorder: Recorder, store: FakeStore) -> None:
+        for index in range(4):
+            recorder.put(LEASE, tuple(replace(answer(index), choice=number) for number in range(100)))
+        assert recorder.backlog == 400
+        recorder.start()
+        assert recorder.stop(10) == 0
+        assert store.sizes == [300, 100], "three requests have at least MAX_ROWS rows"
+
     def test_an_outage_keeps_the_rows(
         self, recorder: Recorder, store: FakeStore, caplog: pytest.LogCaptureFixture
     ) -> None:
         store.failures = [ConnectionFailed("the database is away")] * 3
-        recorder.put(LEASE, answer(0))
+        recorder.put(LEASE, (answer(0),))
         recorder.start()
         eventually(lambda: store.rows, "the row is stored")
         recorder.stop(1)
@@ -191,7 +211,7 @@ class TestRecorder:
     ) -> None:
         store.failures = [ConnectionFailed("the database is away")] * 1000
         for index in range(3):
-            recorder.put(LEASE, answer(index))
+            recorder.put(LEASE, (answer(index),))
         recorder.start()
         assert recorder.stop(0.2) == 3
         assert store.rows == {}
@@ -205,7 +225,7 @@ class TestRecorder:
 
         recorder._store = refusing = Refusing()  # type: ignore[assignment]
         for index in range(10):
-            recorder.put(LEASE, answer(index))
+            recorder.put(LEASE, (answer(index),))
         recorder.start()
         recorder.stop(5)
         assert sorted(refusing.rows) == list(range(10))
@@ -215,12 +235,30 @@ class TestRecorder:
         assert refusing.rows[5].worker == "w1"
         assert all(c.status == RequestStatus.COMPLETED for i, c in refusing.rows.items() if i != 5)
 
+    def test_with_one_choice_refused_the_whole_request_fails(self, recorder: Recorder, store: FakeStore) -> None:
+        class Refusing(FakeStore):
+            def record(self, records: Sequence[tuple[Lease, Completion]]) -> Recorded:
+                if any(completion.choice == 2 for _, completion in records):
+                    raise ValueError("no third choices")
+                return super().record(records)
+
+        recorder._store = refusing = Refusing()  # type: ignore[assignment]
+        recorder.put(LEASE, tuple(replace(answer(0), choice=number) for number in range(3)))
+        recorder.put(LEASE, (answer(1),))
+        recorder.start()
+        assert recorder.stop(5) == 0
+        assert {index: (c.choice, c.status) for index, c in refusing.rows.items()} == {
+            0: (0, RequestStatus.FAILED),
+            1: (0, RequestStatus.COMPLETED),
+        }
+        assert refusing.sizes == [1, 1]
+
     def test_a_row_that_can_never_be_stored_lets_its_shard_go(
         self, recorder: Recorder, store: FakeStore, holdings: Holdings
     ) -> None:
         store.refused = {1}
         for index in range(3):
-            recorder.put(LEASE, answer(index))
+            recorder.put(LEASE, (answer(index),))
         recorder.start()
         assert recorder.stop(5) == 0
         assert sorted(store.rows) == [0, 2]
@@ -230,12 +268,87 @@ class TestRecorder:
         self, recorder: Recorder, store: FakeStore, holdings: Holdings, rq: FakeRq
     ) -> None:
         store.total = 2
-        holdings.fill(LEASE, [0, 1])
-        recorder.put(LEASE, answer(0))
-        recorder.put(LEASE, answer(1))
+        holdings.fill(LEASE, {0: 1, 1: 1})
+        recorder.put(LEASE, (answer(0),))
+        recorder.put(LEASE, (answer(1),))
         recorder.start()
         recorder.stop(5)
         assert rq.ended == [(LEASE.shard, Ending.SUCCESS)]
+
+
+def output(*texts: str, choice: int = 0, **values: Any) -> EngineOutput:
+    """A choice whose tokens are these texts."""
+    given: dict[str, Any] = {
+        "text": "".join(texts),
+        "finish_reason": FinishReason.LENGTH,
+        "prompt_scores": None,
+        **values,
+    }
+    return EngineOutput(
+        request_id="r",
+        choice=choice,
+        token_ids=tuple(range(len(texts))),
+        tokens=texts,
+        logprobs=tuple(-1.0 for _ in texts),
+        token_times=tuple(0.5 for _ in texts),
+        top_logprobs=None,
+        prompt_tokens=3,
+        cached_tokens=0,
+        started_at=NOW,
+        first_token_at=NOW if texts else None,
+        finished_at=NOW,
+        **given,
+    )
+
+
+def echoing(prompt: str | list[int], echo: bool = True) -> Request:
+    return Request(index=5, custom_id="q", endpoint=Endpoint.COMPLETIONS, body={"prompt": prompt, "echo": echo})
+
+
+class TestOutcomes:
+    @pytest.fixture
+    def outcomes(self) -> Outcomes:
+        return Outcomes("w1", StubEngine())  # type: ignore[arg-type]
+
+    def test_one_completion_a_choice(self, outcomes: Outcomes) -> None:
+        last = replace(output("c", choice=2), finish_reason=FinishReason.CANCELLED)
+        given = replace(output("a"), other_choices=(output("b", choice=1), last))
+        made = outcomes.of(given, LEASE, echoing("Hi", echo=False))
+        assert [(c.index, c.choice, c.text, c.status) for c in made] == [
+            (5, 0, "a", "completed"),
+            (5, 1, "b", "completed"),
+            (5, 2, "c", "cancelled"),
+        ]
+
+    def test_an_echo_repeats_a_text_as_it_was_given_before_each_choice(self, outcomes: Outcomes) -> None:
+        given = replace(output(" blue", "."), other_choices=(output(choice=1),))
+        made = outcomes.of(given, LEASE, echoing("\n The  sky is"))
+        assert [c.text for c in made] == ["\n The  sky is blue.", "\n The  sky is"]
+        assert made[0].tokens == (" blue", "."), "the tokens are those of the answer"
+
+    def test_of_ids_it_repeats_the_text_of_their_tokens(self, outcomes: Outcomes) -> None:
+        (made,) = outcomes.of(output("!"), LEASE, echoing([72, 105]))
+        assert made.text == "Hi!", "from the vocabulary"
+        scores = PromptScores(
+            token_ids=(1, 2), tokens=((0xC3,), (0xA9, 0x21)), logprobs=(None, -2.0), top_logprobs=None
+        )
+        (made,) = outcomes.of(output("!", prompt_scores=scores), LEASE, echoing([1, 2]))
+        assert made.text == "\u00e9!!", "from the scores, a character over two tokens put together"
+        assert made.prompt_scores is not None
+        assert made.prompt_scores.logprobs == (None, -2.0)
+
+    def test_a_blank_that_the_decoder_dropped_stands_between_prompt_and_answer(self, outcomes: Outcomes) -> None:
+        prompt = echoing("The sky is")
+        (made,) = outcomes.of(replace(output(" blue", " now"), text="blue now"), LEASE, prompt)
+        assert made.text == "The sky is blue now"
+        (made,) = outcomes.of(replace(output("ish"), text="ish"), LEASE, prompt)
+        assert made.text == "The sky isish"
+        (made,) = outcomes.of(replace(output(" blue"), text=" bl"), LEASE, prompt)
+        assert made.text == "The sky is bl", "a stop string cut it"
+
+    def test_a_failure_has_no_echo(self, outcomes: Outcomes) -> None:
+        (made,) = outcomes.of(output("par", finish_reason=FinishReason.ERROR), LEASE, echoing("Hi"))
+        assert (made.text, made.status) == ("par", RequestStatus.FAILED)
 
 
 class TestOutage:

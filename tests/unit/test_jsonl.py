@@ -264,7 +264,16 @@ def test_labels_are_kept() -> None:
         ({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias", 'logit_bias: "-1" is not a token id'),
         ({"prompt": "a", "logit_bias": {"abc": 5}}, "logit_bias", 'logit_bias: "abc" is not a token id'),
         ({"prompt": "a", "logit_bias": {"5": 500}}, "logit_bias", "logit_bias maps token ids to numbers from -100 to 100"),
-        ({"prompt": "a", "n": 4}, "n", "n is not supported: only n = 1 for now; write one line for each answer"),
+        ({"prompt": "a", "n": 0}, "n", "n must be from 1 to 128, not 0"),
+        ({"prompt": "a", "n": 129}, "n", "n must be from 1 to 128, not 129"),
+        ({"prompt": "a", "n": 2.0}, "n", "n must be an integer, not a number"),
+        ({"prompt": "a", "n": 2, "best_of": 3}, "best_of", "best_of must equal n, which is 2: every choice is given out, none is dropped"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "best_of must equal n, which is 1: every choice is given out, none is dropped"),
+        ({"prompt": "a", "echo": 1}, "echo", "echo must be true or false, not an integer"),
+        ({"messages": [{"role": "user", "content": "a"}], "echo": True}, "echo", "echo repeats the prompt of a completion; a chat has none to repeat, so leave it out"),
+        ({"prompt": "a", "max_tokens": 0, "echo": False}, "max_tokens", "max_tokens must be 1 or more, not 0"),
+        ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be 1 or more, not -1"),
+        ({"prompt": "a", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "min_tokens must be from 0 to max_tokens, not 1"),
         ({"prompt": "a", "metadata": "x"}, "metadata", "metadata must be an object, not a string"),
         ({"prompt": "a", "model": ""}, "model", "model must not be empty"),
         ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs", "chat_template_kwargs is only for chats"),
@@ -277,10 +286,96 @@ def test_plain_lines_are_refused_by_field(line: dict[str, Any], field: str | Non
     assert refusal(line) == (field, message)
 
 
+def formatted(**schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "object"}, **schema}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "message"),
+    [
+        ("json", "", 'response_format must be an object such as {"type": "json_object"}, not a string'),
+        ({}, ".type", "response_format.type must be a string, not null"),
+        ({"type": "xml"}, ".type", 'response_format.type: "xml" is not supported; accepted: text, json_object, json_schema'),
+        ({"type": "json_object", "schema": {}}, ".schema", 'unknown field "schema"; accepted: type'),
+        ({"type": "text", "json_schema": {}}, ".json_schema", 'unknown field "json_schema"; accepted: type'),
+        ({"type": "json_schema"}, ".json_schema", "response_format.json_schema must be an object with name and schema, not null"),
+        (formatted(schema=None), ".json_schema.schema", "response_format.json_schema.schema must be an object, not null"),
+        (formatted(schema="x"), ".json_schema.schema", "response_format.json_schema.schema must be an object, not a string"),
+        (formatted(strct=True), ".json_schema.strct", 'unknown field "strct"; did you mean strict?'),
+        (formatted(strict="yes"), ".json_schema.strict", "response_format.json_schema.strict must be true or false, not a string"),
+        (formatted(name="a b"), ".json_schema.name", "response_format.json_schema.name must be 1 to 64 letters, digits, _ and -"),
+        (formatted(schema=nested(65)), ".json_schema.schema", "response_format.json_schema.schema is nested more than 64 deep"),
+        (formatted(schema={"title": "x" * 131_072}), ".json_schema.schema", "response_format.json_schema.schema is longer than 128 KiB"),
+        (formatted(schema=nested(400)), "", "response_format is nested too deeply"),
+    ],
+)  # fmt: skip
+def test_response_formats_are_refused_by_field(value: Any, field: str, message: str) -> None:
+    """A-sp-15: what can be known without a model is said at once."""
+    assert refusal({"prompt": "a", "response_format": value}) == (f"response_format{field}", message)
+    assert refusal(chat(response_format=value)) == (f"body.response_format{field}", message)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"type": "json_object"}, formatted(), formatted(strict=True, description="d", schema={"properties": {"foo": "bar"}})],
+)  # fmt: skip
+def test_a_response_format_is_stored_as_it_is(value: Any) -> None:
+    """Whether a grammar can be made of the schema, only a worker can tell."""
+    for line in ({"prompt": "a", "response_format": value}, chat(response_format=value)):
+        assert parse(line).body["response_format"] == value
+        assert parse(line).sampling.response_format == value
+    assert parse({"prompt": "a", "response_format": formatted(schema=nested(64))}).sampling.response_format
+    assert "response_format" not in parse(chat(response_format={"type": "text"}), response_format=value).body
+
+
+def test_numbers_in_a_schema_are_not_rounded() -> None:
+    schema = b'{"prompt":"a","response_format":{"type":"json_schema","json_schema":{"schema":{"maximum":%d}}}}'
+    field, message = refusal(schema % 10**20)
+    assert field == "response_format.json_schema.schema.maximum"
+    assert message.endswith("has 21 digits, more than 64 bits hold")
+
+
+def test_a_line_may_ask_for_several_choices() -> None:
+    """A-sp-04."""
+    body = parse({"prompt": "Name a colour", "seed": 7, "n": 4, "temperature": 1.0}).body
+    assert body == {"prompt": "Name a colour", "max_tokens": 256, "seed": 7, "n": 4}
+    assert parse(chat(n=128)).n == 128
+    assert parse(completion(n=3, best_of=3)).sampling.n == 3
+    assert parse({"prompt": "a"}, n=2).n == 2
+    assert parse({"prompt": "a", "n": 1}, n=2).n == 1
+
+
+def test_echo_with_logprobs_scores_the_prompt() -> None:
+    """A-tok-11."""
+    request = parse(completion(echo=True, logprobs=1, max_tokens=3))
+    assert (request.body["echo"], request.sampling.prompt_logprobs, request.sampling.top_logprobs) == (True, 1, 1)
+    assert parse(completion(echo=True, logprobs=0)).sampling.prompt_logprobs == 0
+    assert parse({"prompt": [1, 2], "echo": True, "logprobs": True, "top_logprobs": 5}).sampling.prompt_logprobs == 5
+    for line in (completion(echo=True), {"prompt": "a", "echo": True, "logprobs": False}):
+        assert parse(line).sampling.prompt_logprobs is None
+    assert "echo" not in parse(completion(echo=False)).body
+
+
+def test_no_tokens_and_an_echo_mean_scoring() -> None:
+    """A-sp-09."""
+    scoring = parse(completion(max_tokens=0, echo=True, logprobs=1)).sampling
+    assert (scoring.max_tokens, scoring.prompt_logprobs) == (0, 1)
+    assert parse(completion(max_tokens=0, echo=True)).sampling.prompt_logprobs == 0
+    assert refusal(completion(max_tokens=0))[0] == "body.max_tokens"
+    assert parse({"prompt": "a", "max_tokens": 2}, max_tokens=0, echo=True).sampling.prompt_logprobs is None
+
+
 def test_unknown_fields_name_the_accepted_ones() -> None:
     field, message = refusal({"prompt": "a", "foo": 1})
     assert field == "foo"
-    assert message.startswith('unknown field "foo"; accepted: chat_template_kwargs, frequency_penalty,')
+    assert message.startswith('unknown field "foo"; accepted: best_of, chat_template_kwargs, echo, frequency_penalty,')
 
 
 def test_top_k_takes_every_way_to_say_off_and_more_than_any_vocabulary() -> None:
@@ -378,9 +473,8 @@ def test_text_parts_are_joined() -> None:
         (completion(logprobs=True), "body.logprobs", "logprobs must be a number from 0 to 20, not a boolean"),
         (completion(logprobs=21), "body.logprobs", "logprobs must be from 0 to 20, not 21"),
         (completion(top_logprobs=2), "body.top_logprobs", "top_logprobs is not a field of /v1/completions; logprobs takes the number"),
-        (completion(echo=True), "body.echo", "echo is not supported: the prompt is not repeated in the answer"),
-        (chat(n=True), "body.n", "n is not supported: only n = 1 for now; write one line for each answer"),
-        (chat(response_format={"type": "json_object"}), "body.response_format", 'response_format is not supported: only {"type": "text"} for now'),
+        (chat(echo=True), "body.echo", "echo repeats the prompt of a completion; a chat has none to repeat, so leave it out"),
+        (chat(n=True), "body.n", "n must be an integer, not a boolean"),
         (chat(user=5), "body.user", "user must be a string, not an integer"),
         (chat(chat_template_kwargs={"chat_template": "x"}), "body.chat_template_kwargs.chat_template", None),
         (chat(chat_template_kwargs={"tokenize": False}), "body.chat_template_kwargs.tokenize", None),

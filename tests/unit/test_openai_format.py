@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from batchjobs.openai_format import openai_line, text_offsets
 from batchjobs.store import StoredResult
-from batchjobs.types import Endpoint, FinishReason, Request, RequestError, RequestStatus
+from batchjobs.types import Endpoint, FinishReason, PromptScores, Request, RequestError, RequestStatus
 from tests.support.answers import answer, failure
 from tests.support.batches import STARTED
 
@@ -20,7 +21,7 @@ PROMPT = {"prompt": "Hi", "max_tokens": 9}
 def stored(body: dict[str, Any], endpoint: Endpoint, make: Any = answer, **changes: Any) -> StoredResult:
     request = Request(index=4, custom_id="q-1", endpoint=endpoint, body=body)
     made = make(request, **changes)
-    return StoredResult(batch_id="B", request=request, state=made.status, completion=made, created_at=STARTED)
+    return StoredResult(batch_id="B", request=request, state=made.status, choices=(made,), created_at=STARTED)
 
 
 def line(body: dict[str, Any], endpoint: Endpoint = Endpoint.CHAT, make: Any = answer, **changes: Any) -> Any:
@@ -172,3 +173,125 @@ def test_an_own_error_wins_over_the_general_one() -> None:
 )
 def test_text_offsets_point_into_the_text(tokens: Any, text: str, offsets: list[int]) -> None:
     assert text_offsets(tokens, text) == offsets
+
+
+# ------------------------------------------------------------------------------------------------ several choices
+
+
+def several(body: dict[str, Any], endpoint: Endpoint, *choices: Any, state: str = "completed") -> Any:
+    request = Request(index=4, custom_id="q-1", endpoint=endpoint, body=body)
+    made = tuple(replace(choice(request), choice=number) for number, choice in enumerate(choices))
+    found = StoredResult(batch_id="B", request=request, state=state, choices=made, created_at=STARTED)
+    return json.loads(openai_line(found), parse_constant=pytest.fail)
+
+
+def saying(text: str, **changes: Any) -> Any:
+    return lambda request: answer(request, text, **changes)
+
+
+def test_every_choice_is_given_out_and_the_prompt_counted_once() -> None:
+    body = several({**CHAT, "n": 3}, Endpoint.CHAT, saying("red"), saying("green"), saying("blue"))["response"]["body"]
+    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in body["choices"]] == [
+        (0, "red", "stop"),
+        (1, "green", "stop"),
+        (2, "blue", "stop"),
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 12,
+        "total_tokens": 22,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    assert body["created"] == 1772366401, "when the last choice ended"
+
+
+def test_one_choice_that_failed_fails_the_request() -> None:
+    made = several({**PROMPT, "n": 2}, Endpoint.COMPLETIONS, saying("red"), failure, state="failed")
+    assert made["response"] is None
+    assert made["error"] == {"code": "context_length_exceeded", "message": "too long"}
+    made = several({**PROMPT, "n": 2}, Endpoint.COMPLETIONS, saying("red"), failure, state="cancelled")
+    assert made["error"]["code"] == "batch_cancelled"
+
+
+# ---------------------------------------------------------------------------------------------------------- echo
+
+NEWLINE = "\n1. Carol has 20"
+TOKENS = ("\n", "1", ".", " Carol", " has", " ", "20")
+
+
+def scores(*tokens: Any, top: bool = True) -> PromptScores:
+    tops = tuple(((7, -0.1, "x"), (8, -0.9, token)) for token in tokens[1:])
+    return PromptScores(
+        token_ids=tuple(range(len(tokens))),
+        tokens=tokens,
+        logprobs=(None, *(-0.9 for _ in tokens[1:])),
+        top_logprobs=(None, *tops) if top else None,
+    )
+
+
+def echoed(prompt: Any, found: PromptScores, *texts: str, **changes: Any) -> list[Any]:
+    """The choices of a request with echo whose prompt and answers read as given."""
+    body = {"prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 1, "top_logprobs": 1, "n": len(texts)}
+    repeated = prompt if isinstance(prompt, str) else "".join(found.tokens)  # type: ignore[arg-type]
+    making = []
+    for number, text in enumerate(texts):
+        with_scores = {"prompt_scores": found if number == 0 else None}
+        tops = tuple(((5, -0.3, "z"),) for _ in text)
+        given = {"tokens": tuple(text), "top_logprobs": tops, **with_scores, **changes}
+        making.append(lambda request, t=text, g=given: replace(answer(request, t, **g), text=repeated + t))
+    choices: list[Any] = several(body, Endpoint.COMPLETIONS, *making)["response"]["body"]["choices"]
+    return choices
+
+
+def test_an_echo_has_an_entry_for_each_token_of_the_prompt() -> None:
+    """A-tok-11: the first one too, with null; offsets point into the text."""
+    first, second = echoed(NEWLINE, scores(*TOKENS), " a!", "b")
+    assert (first["text"], second["text"]) == (NEWLINE + " a!", NEWLINE + "b")
+    logprobs = first["logprobs"]
+    assert logprobs["tokens"] == [*TOKENS, " ", "a", "!"]
+    assert logprobs["token_logprobs"] == [None, *[-0.9] * 6, 0.0, -0.5, -1.0]
+    assert logprobs["top_logprobs"][:2] == [None, {"x": -0.1, "1": -0.9}]
+    assert logprobs["top_logprobs"][-1] == {"z": -0.3, "!": -1.0}
+    assert len(logprobs["top_logprobs"]) == 10
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 9, 13, 14, 16, 17, 18]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert first["text"].startswith(token, offset)
+    assert second["logprobs"]["tokens"] == [*TOKENS, "b"], "the scores are with the first choice, and hold for all"
+    assert second["logprobs"]["token_logprobs"][:2] == [None, -0.9]
+
+
+def test_scoring_gives_the_prompt_and_no_token_more() -> None:
+    """A-sp-09."""
+    (choice,) = echoed("The sky", scores("The", " sky"), "", finish_reason=FinishReason.LENGTH)
+    assert choice == {
+        "text": "The sky",
+        "index": 0,
+        "logprobs": {
+            "tokens": ["The", " sky"],
+            "token_logprobs": [None, -0.9],
+            "top_logprobs": [None, {"x": -0.1, " sky": -0.9}],
+            "text_offset": [0, 3],
+        },
+        "finish_reason": "length",
+    }
+
+
+def test_an_echo_without_alternatives_has_none() -> None:
+    (choice,) = echoed("Hi", scores("H", "i", top=False), "!", top_logprobs=None)
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.9, 0.0]
+
+
+def test_an_echo_of_ids_and_of_a_prompt_with_a_token_that_is_not_in_it() -> None:
+    (choice,) = echoed([1, 2], scores("<s>", "Hi"), "!")
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("<s>Hi!", [0, 3, 5])
+    (choice,) = echoed("Hi you", scores("<s>", " Hi", " you"), "!")  # a blank put in front by the tokenizer
+    assert choice["logprobs"]["text_offset"] == [0, 0, 2, 6]
+    (choice,) = echoed("Cafe\u0301 au lait", scores("Caf", "\u00e9", " au", " lait"), "!")  # composed by the tokenizer
+    assert choice["logprobs"]["text_offset"] == [0, 3, 5, 8, 13]
+
+
+def test_an_echo_without_logprobs_has_only_the_text() -> None:
+    body = {"prompt": "Hi", "max_tokens": 3, "echo": True}
+    (choice,) = several(body, Endpoint.COMPLETIONS, saying("Hi!"))["response"]["body"]["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("Hi!", None)
