@@ -11,17 +11,44 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    CodeGenConfig,
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Ernie4_5Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 VOCAB_SIZE = 97
@@ -37,6 +64,36 @@ _SHAPE = {
     "bos_token_id": 0,
     "eos_token_id": EOS_ID,
     "pad_token_id": 2,
+}
+
+_GROUPED = {**_SHAPE, "num_key_value_heads": 2}
+_FOUR_LAYERS = {**_GROUPED, "num_hidden_layers": 4, "head_dim": 8}  # enough for windows and full layers to take turns
+_EXPERTS = {"num_experts_per_tok": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_GPT = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 0,
+    "eos_token_id": EOS_ID,
+}
+_LATENT = {  # multi-head latent attention: keys and values of different length
+    **_SHAPE,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
 }
 
 FAMILIES: dict[str, PreTrainedConfig] = {
@@ -60,18 +117,68 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         eos_token_id=EOS_ID,
         pad_token_id=2,
     ),
+    "gemma2": Gemma2Config(**_FOUR_LAYERS, sliding_window=16, query_pre_attn_scalar=8),
 }
+"""Tested with every combination of page size, chunk and neighbours."""
+
+MORE_FAMILIES: dict[str, PreTrainedConfig] = {
+    "codegen": CodeGenConfig(**_GPT, rotary_dim=4),
+    "cohere": CohereConfig(**_GROUPED),
+    "cohere2": Cohere2Config(**_FOUR_LAYERS, sliding_window=16),
+    "deepseek_v2": DeepseekV2Config(**_LATENT),
+    "deepseek_v3": DeepseekV3Config(**_LATENT),
+    "ernie4_5": Ernie4_5Config(**_GROUPED, head_dim=8),
+    "gemma": GemmaConfig(**_GROUPED, head_dim=8),
+    "gemma3": Gemma3TextConfig(**{**_FOUR_LAYERS, "num_hidden_layers": 6}, sliding_window=16, query_pre_attn_scalar=8),
+    "glm": GlmConfig(**_GROUPED, head_dim=8),
+    "glm4": Glm4Config(**_GROUPED, head_dim=8),
+    "gpt_bigcode": GPTBigCodeConfig(**_GPT),
+    "gpt_neox": GPTNeoXConfig(**_SHAPE),
+    "gpt_oss": GptOssConfig(**_FOUR_LAYERS, **_EXPERTS, num_local_experts=4, sliding_window=16, rope_parameters=_ROPE),
+    "gptj": GPTJConfig(**_GPT, rotary_dim=4),
+    "granite": GraniteConfig(**_GROUPED),
+    "llama with linear RoPE": LlamaConfig(**_GROUPED, rope_parameters={**_ROPE, "rope_type": "linear", "factor": 4.0}),
+    "llama with Llama 3 RoPE": LlamaConfig(
+        **_GROUPED,
+        rope_parameters={
+            **_ROPE,
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama with YaRN": LlamaConfig(
+        **_GROUPED,
+        rope_parameters={**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "mixtral": MixtralConfig(**_GROUPED, num_experts_per_tok=2, num_local_experts=4),
+    "nemotron": NemotronConfig(**_GROUPED),
+    "olmo2": Olmo2Config(**_GROUPED),
+    "olmo3": Olmo3Config(**_FOUR_LAYERS, sliding_window=16),
+    "phi": PhiConfig(**_SHAPE),
+    "qwen2_moe": Qwen2MoeConfig(
+        **_GROUPED, **_EXPERTS, num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=24
+    ),
+    "qwen3_moe": Qwen3MoeConfig(**_GROUPED, **_EXPERTS, head_dim=8, num_experts=4, moe_intermediate_size=24),
+    "smollm3": SmolLM3Config(**_FOUR_LAYERS, no_rope_layer_interval=2),
+    "stablelm": StableLmConfig(**_GROUPED),
+    "starcoder2": Starcoder2Config(**_GROUPED, sliding_window=16),
+}
+"""Each tested once, under pressure."""
 
 
 def save_model(family: str, folder: Path, *, seed: int = 0) -> Path:
     """A random model of the family, without a tokenizer. Wide weights, so that its answers vary with the prompt."""
-    _save_random(copy.deepcopy(FAMILIES[family]), folder, seed)
+    known = FAMILIES | MORE_FAMILIES
+    save_random(known[family], folder, seed=seed)
     return folder
 
 
-def _save_random(config: PreTrainedConfig, folder: Path, seed: int) -> None:
+def save_random(config: PreTrainedConfig, folder: Path, *, seed: int = 0) -> None:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.4 if "embed" in name or "wte" in name else 0.25)
@@ -80,7 +187,10 @@ def _save_random(config: PreTrainedConfig, folder: Path, seed: int) -> None:
 
 
 def load_reference(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    """The model as transformers runs it: with SDPA, or eagerly where a model needs scores capped or sinks."""
+    kind = AutoConfig.from_pretrained(folder).model_type
+    attention = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @torch.inference_mode()
@@ -125,7 +235,7 @@ def save_chat_model(folder: Path, *, seed: int = 0) -> Path:
         "pad_token_id": 0,
         "max_position_embeddings": 512,
     }
-    _save_random(LlamaConfig(**shape, num_key_value_heads=2), folder, seed)
+    save_random(LlamaConfig(**shape, num_key_value_heads=2), folder, seed=seed)
     return folder
 
 

@@ -17,7 +17,9 @@ FULL, SLIDING = None, 8
 
 def specs(windows: list[int | None], kv_heads: list[int] | None = None) -> list[LayerSpec]:
     heads = kv_heads or [2] * len(windows)
-    return [LayerSpec(i, 4, h, 8, 8, 1.0, sliding_window=w) for i, (w, h) in enumerate(zip(windows, heads, strict=True))]
+    return [
+        LayerSpec(i, 4, h, 8, 8, 1.0, sliding_window=w) for i, (w, h) in enumerate(zip(windows, heads, strict=True))
+    ]
 
 
 def groups(windows: list[int | None], kv_heads: list[int] | None = None) -> list[tuple[int | None, int]]:

@@ -18,15 +18,20 @@ from batchjobs.errors import UsageError
 from workers.engine.attention.interface import AttentionBackend, LayerCache, LayerSpec
 
 IMPLEMENTATION = "batchjobs_paged"
+HARMLESS = frozenset({"position_ids"})  # options that say nothing about the attention itself
 
 
 class How(NamedTuple):
-    """What a layer asks of its attention beside the tensors; ``sinks`` is [Hq]."""
+    """What a layer asks of its attention beside the tensors; ``sinks`` is [Hq].
+
+    ``unknown`` names what it asks for besides, such as a mask or biases of its own, which nobody here would heed.
+    """
 
     scaling: float | None
     sliding_window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+    unknown: tuple[str, ...] = ()
 
 
 def paged_attention_forward(
@@ -39,10 +44,18 @@ def paged_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Hq, Dv]
     handler: Callable[..., torch.Tensor] = module.paged_attention  # type: ignore[assignment]
-    return handler(query, key, value, How(scaling, sliding_window, softcap, s_aux)), None
+    unknown = _unknown(module, attention_mask=attention_mask, **options)
+    return handler(query, key, value, How(scaling, sliding_window, softcap, s_aux, unknown)), None
+
+
+def _unknown(module: torch.nn.Module, **options: Any) -> tuple[str, ...]:
+    """Options that are set and could change the result. Those that are off, such as a dropout of 0, change nothing."""
+    names = [n for n, v in options.items() if n not in HARMLESS and not (v is None or v is False or v == 0)]
+    is_causal = options.get("is_causal", getattr(module, "is_causal", True))
+    return tuple(n for n in names if n != "is_causal") + (() if is_causal else ("is_causal=False",))
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
@@ -65,6 +78,8 @@ class _Probe:
         self.module, self.found = module, found
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
+        if how.unknown:
+            raise ValueError(f"its attention asks for {', '.join(how.unknown)}, which packed rows do not have")
         spec = LayerSpec(
             index=len(self.found),
             num_heads=query.shape[1],

@@ -56,12 +56,18 @@ def load_model(source: str, *, device: torch.device, dtype: str) -> LoadedModel:
     with quiet_transformers():
         try:
             where = locate(source)
-            config = AutoConfig.from_pretrained(**where)
+            config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
             refuse_unsupported(config, source)
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=_dtype(dtype, device, config))
+            model, report = AutoModelForCausalLM.from_pretrained(
+                **where, dtype=_dtype(dtype, device, config), trust_remote_code=False, output_loading_info=True
+            )
             tokenizer = _load_tokenizer(where, source)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except UsageError:
+            raise
+        except Exception as error:  # whatever a broken checkpoint raises, the user wants one sentence
             raise UsageError(f"cannot load the model {source!r}: {_first_sentence(error)}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise UsageError(f"{source!r} is incomplete: {len(missing)} weights are missing, such as {missing[0]}")
     model.requires_grad_(False)
     model.eval().to(device)
     return LoadedModel(
@@ -99,7 +105,7 @@ def refuse_unsupported(config: Any, source: str) -> None:
     other = layer_types - {"full_attention", "sliding_attention"}
     if other:
         raise UsageError(
-            f"{source!r} ({kind}) has layers that keep a state of another kind ({', '.join(sorted(other))})"
+            f"{source!r} ({kind}) has layers of a kind that cannot run on packed rows: {', '.join(sorted(other))}"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {str(rope.get("rope_type"))} | {str(v.get("rope_type")) for v in rope.values() if isinstance(v, dict)}
@@ -148,7 +154,7 @@ def _load_tokenizer(where: dict[str, str], source: str) -> PreTrainedTokenizerBa
     if "gguf_file" not in where and folder.is_dir() and not any((folder / f).exists() for f in tokenizer_files):
         log.warning("%s has no tokenizer: only prompts of token ids can run", source)
         return None
-    return AutoTokenizer.from_pretrained(**where)
+    return AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
 
 
 def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
