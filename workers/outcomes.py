@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from batchjobs.echo import following, prompt_text
-from batchjobs.types import Completion, FinishReason, PromptScores, RequestError, RequestStatus
+from batchjobs.types import Completion, FinishReason, RequestError, RequestStatus
 
 if TYPE_CHECKING:
     from batchjobs.types import Lease, Request
@@ -48,7 +48,6 @@ class Outcomes:
         text = output.text
         if prompt is not None and output.finish_reason is not FinishReason.ERROR:
             text = following(prompt, text, output.tokens)
-        scores = output.prompt_scores
         return Completion(
             index=index,
             choice=output.choice,
@@ -70,14 +69,7 @@ class Outcomes:
             first_token_at=output.first_token_at,
             finished_at=output.finished_at,
             error=output.error,
-            prompt_scores=None
-            if scores is None
-            else PromptScores(
-                token_ids=scores.token_ids,
-                tokens=scores.tokens,
-                logprobs=scores.logprobs,
-                top_logprobs=scores.top_logprobs,
-            ),
+            prompt_scores=output.prompt_scores,
         )
 
     def failed(self, lease: Lease, index: int, error: RequestError) -> tuple[Completion, ...]:

@@ -12,10 +12,10 @@ import pytest
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed
 from batchjobs.store import Recorded
-from batchjobs.types import Completion, Endpoint, FinishReason, Lease, Request, RequestStatus, ShardId
+from batchjobs.types import Completion, Endpoint, FinishReason, Lease, PromptScores, Request, RequestStatus, ShardId
 from tests.support.stub_engine import StubEngine
 from tests.support.waiting import eventually
-from workers.engine.requests import EngineOutput, PromptScores
+from workers.engine.requests import EngineOutput
 from workers.holdings import Holdings, request_id
 from workers.logs import LineFormatter
 from workers.outage import LONGEST_PAUSE_SECONDS, Outage

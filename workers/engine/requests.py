@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import datetime
 
-from batchjobs.types import FinishReason, RequestError, SamplingParams, TokenText, TopLogprobs
+from batchjobs.types import FinishReason, PromptScores, RequestError, SamplingParams, TokenText, TopLogprobs
 
 
 class PromptError(Exception):
@@ -47,16 +47,6 @@ class EngineDelta:
     token_id: int
     logprob: float
     token_time: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScores:
-    """How likely the model found the prompt. One entry a prompt token; None for the first, which nothing precedes."""
-
-    token_ids: tuple[int, ...]
-    tokens: tuple[TokenText, ...]
-    logprobs: tuple[float | None, ...]
-    top_logprobs: tuple[TopLogprobs | None, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ def check_isolation(
         UsageError: The model mixes the rows of different sequences.
     """
     tokens = [[(7 * s + 3 * i + 1) % vocab_size for i in range(ROWS)] for s in range(2)]
-    together = forward(_batch(tokens, page_size, groups)).split(ROWS)
+    together = torch.split(forward(_batch(tokens, page_size, groups)), ROWS)
     for beside, alone in zip(together, (forward(_batch([t], page_size, groups)) for t in tokens), strict=True):
         scale = alone.abs().max().clamp(min=1e-6)
         apart = float((beside - alone).abs().max() / scale)

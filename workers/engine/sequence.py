@@ -15,8 +15,8 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from batchjobs.types import FinishReason, RequestError
-from workers.engine.requests import EngineOutput, PromptScores
+from batchjobs.types import FinishReason, PromptScores, RequestError
+from workers.engine.requests import EngineOutput
 
 if TYPE_CHECKING:
     from workers.engine.offload import Offloaded
