@@ -393,3 +393,23 @@ def test_eng_05_and_06_a_cancel_in_the_last_step_has_one_outcome(llama: Path) ->
                 assert cancelled.finish_reason is FinishReason.CANCELLED
                 assert len(cancelled.token_ids) < 3
             assert not engine.has_work
+
+
+def test_num_01_what_is_not_finite_in_one_prompt_stays_out_of_a_shared_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token whose embedding is NaN, behind a beginning that the next prompt shares: in either backend."""
+    folder = save_model("llama", tmp_path)
+    shared = prompts(1, seed=8)[0][:9]
+    good = make(folder).generate([[*shared, 20]], GREEDY)[0]
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr("workers.engine.attention._kernel", lambda: "not in this test")
+        engine = make(folder)
+        with torch.no_grad():
+            engine.runner.model.get_input_embeddings().weight[96] = float("nan")
+            engine.runner.model.get_output_embeddings().weight[96] = 0.0
+        bad, after = (engine.generate([[*shared, last]], GREEDY)[0] for last in (96, 20))
+        assert code(bad) == "non_finite_logits"
+        assert (after.error, after.cached_tokens) == (None, 8)
+        assert after.token_ids == good.token_ids

@@ -11,7 +11,7 @@ import torch
 from batchjobs.errors import InvalidParameter
 from batchjobs.types import FinishReason
 from tests.support.models import VOCAB_SIZE, load_reference, recomputed_logprobs, save_model, solo_greedy
-from workers.engine import Engine, EngineConfig, SamplingParams, scheduler
+from workers.engine import Engine, EngineConfig, EngineRequest, SamplingParams, scheduler
 from workers.engine.requests import EngineOutput
 
 
@@ -147,6 +147,21 @@ def test_choices_are_scored_once(llama: Path) -> None:
     output = make(llama).generate([prompt], SamplingParams(n=3, seed=1, max_tokens=2, prompt_logprobs=0))[0]
     assert_scored([output], llama, [prompt])
     assert [choice.prompt_scores for choice in output.other_choices] == [None, None]
+
+
+@pytest.mark.parametrize("async_batching", [False, True])
+def test_all_choices_of_a_scored_prompt_end_together(llama: Path, async_batching: bool) -> None:
+    engine = make(llama, use_async_batching=async_batching)
+    several = SamplingParams(n=3, max_tokens=0, prompt_logprobs=0)
+    for prompt in (prompts()[0], [5]):
+        output = engine.generate([prompt], several)[0]
+        assert_scored([output], llama, [prompt])
+        assert [(c.finish_reason, c.token_ids) for c in output.choices] == [(FinishReason.LENGTH, ())] * 3
+    engine.add(EngineRequest("r", tuple(prompts()[1]), several))
+    cancelled = engine.cancel("r")
+    assert cancelled is not None
+    assert [c.finish_reason for c in cancelled.choices] == [FinishReason.CANCELLED] * 3
+    assert (engine.has_work, engine.scheduler.has_work) == (False, False)
 
 
 def test_no_tokens_without_scores_is_refused() -> None:

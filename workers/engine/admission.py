@@ -40,7 +40,8 @@ class Admission:
         self._seeds = random.Random(seed)
 
     def sequences(self, request: EngineRequest) -> list[Sequence]:
-        """One sequence a choice, the first with the others as its followers.
+        """One sequence a choice, the first with the others as its followers. Where nothing is generated, only the first
+        ever runs.
 
         Raises:
             PromptError: The request can never run.
@@ -62,7 +63,8 @@ class Admission:
             )
             for choice in range(sampling.n)
         ]
-        sequences[0].followers = sequences[1:]
+        if sampling.max_tokens:
+            sequences[0].followers = sequences[1:]
         return sequences
 
     def refused(self, request: EngineRequest, reason: PromptError) -> list[Sequence]:

@@ -132,8 +132,7 @@ class Engine:
         self._requests[request.request_id] = sequences
         self.scheduler.add(sequences[0])
         if sequences[0].pending == 0:  # one token to score: nothing precedes it, so there is nothing to compute
-            for sequence in sequences:
-                self._end(sequence, FinishReason.LENGTH)
+            self._end(sequences[0], FinishReason.LENGTH)
 
     def cancel(self, request_id: Hashable) -> EngineOutput | None:
         """End a request between two steps: what it has so far, or None when it is not here (any more)."""
@@ -314,10 +313,13 @@ class Engine:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """A choice has ended; with the last one its request has."""
+        """A choice has ended; with the last one its request has. A prompt that is only scored is scored for all."""
         self.scheduler.finish(sequence)
         request_id = sequence.request.request_id
         choices = self._requests[request_id]
+        if sequence.limit == 0:
+            for other in choices:
+                other.finish_reason, other.error = sequence.finish_reason, sequence.error
         if all(choice.is_finished for choice in choices):
             del self._requests[request_id]
             self._cached_tokens += choices[0].cached_tokens

@@ -168,9 +168,13 @@ def _attend_call(
         out = _softmax_attention(spec, query, key, value, call.mask[:, None], sink)  # [B, Hkv, G, Dv]
     else:  # a prefill chunk: B is 1, and a group's heads share keys and values
         shape = (-1, spec.group_size, -1, -1)
-        key, value = key[0, :, None].expand(shape), value[0, :, None].expand(shape)  # [Hkv, G, L, D]
+        # What is not finite must spoil only the rows that see it; in the others, 0 * NaN would be NaN too.
+        spoilt = ~(key[0].isfinite().all(-1) & value[0].isfinite().all(-1))  # [Hkv, L]
+        key, value = (t[0].masked_fill(spoilt[..., None], 0.0)[:, None].expand(shape) for t in (key, value))
         sink = None if sink is None else sink[..., None]
         out = _softmax_attention(spec, query.permute(1, 2, 0, 3), key, value, call.mask[:, None], sink)
+        sees_spoilt = (call.mask & spoilt[:, None]).any(-1)  # [Hkv, N]
+        out = out.masked_fill(sees_spoilt[:, None, :, None], torch.nan)  # [Hkv, G, N, Dv]
         out = out.permute(2, 0, 1, 3)  # [N, Hkv, G, Dv]
     return out.flatten(1, 2).to(packed.dtype)
 
