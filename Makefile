@@ -1,6 +1,7 @@
 # make run    install, answer the example prompts with a real model, show the answers and one SQL query
 # make test   install what the tests need and run them against a real Redis, PostgreSQL and SQLite
 # make test-gpu   the tests that need a CUDA device
+# make fuzz   3,000 random cases of the engine against a solo reference (SECONDS=600: as many as that time allows)
 # make lint   ruff, mypy, import-linter
 # make bench  throughput of the engine beside transformers' continuous batching
 
@@ -9,7 +10,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test test-gpu lint bench clean
+FUZZ := $(if $(SECONDS),--seconds $(SECONDS),--cases 3000)
+
+.PHONY: run test test-gpu fuzz lint bench clean
 .DEFAULT_GOAL := run
 
 $(BIN)/python:
@@ -40,6 +43,9 @@ test: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz.run $(FUZZ)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

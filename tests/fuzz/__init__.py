@@ -1,0 +1,1 @@
+"""Random cases for the engine, each named by one number, and an independent reference to judge what it does."""
