@@ -12,26 +12,36 @@ if TYPE_CHECKING:
     from batchjobs.types import SamplingParams
     from workers.engine.config import EngineConfig
     from workers.engine.engine import Engine
-    from workers.engine.loop import EngineLoop, EngineStopped
-    from workers.engine.requests import EngineOutput, EngineRequest, EngineStats, PromptError
+    from workers.engine.loop import EngineFull, EngineLoop, EngineStopped
+    from workers.engine.observer import EngineObserver
+    from workers.engine.outbox import StreamPiece
+    from workers.engine.requests import EngineDelta, EngineOutput, EngineRequest, EngineStats, PromptError
 
 __all__ = [
     "Engine",
     "EngineConfig",
+    "EngineDelta",
+    "EngineFull",
     "EngineLoop",
+    "EngineObserver",
     "EngineOutput",
     "EngineRequest",
     "EngineStats",
     "EngineStopped",
     "PromptError",
     "SamplingParams",
+    "StreamPiece",
 ]
 
 _HOMES = {
     "Engine": "workers.engine.engine",
     "EngineConfig": "workers.engine.config",
     "EngineLoop": "workers.engine.loop",
+    "EngineFull": "workers.engine.loop",
     "EngineStopped": "workers.engine.loop",
+    "EngineObserver": "workers.engine.observer",
+    "EngineDelta": "workers.engine.requests",
+    "StreamPiece": "workers.engine.outbox",
     "EngineOutput": "workers.engine.requests",
     "EngineRequest": "workers.engine.requests",
     "EngineStats": "workers.engine.requests",

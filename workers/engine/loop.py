@@ -1,114 +1,299 @@
-"""The engine in a thread of its own, between callers that add and cancel at any time and handlers that take outcomes.
+"""The engine in a thread of its own, between callers that add and cancel at any time and whoever takes the outcomes.
 
-Adds and cancels are applied between two steps. A loop that dies of an error keeps it in ``failure``: it accepts nothing
-more, so that no caller waits for an answer that cannot come.
+What it keeps true:
+- Only the loop's thread touches the engine. Adds, cancels and pauses take effect between two steps.
+- While somebody is in :meth:`EngineLoop.pause`, no token is made, and everything else goes on: adds are taken, cancels
+  deliver at once, and what runs keeps its place and its cache.
+- Nobody waits for what cannot come. A loop that dies of an error keeps it in ``failure`` and calls no ``on_finish``:
+  the requests did not fail, the engine did, and another one can run them. Whoever waits gets EngineStopped from it, and
+  ``on_lost`` is called.
+
+The engine outlives its loop: a new loop can go on with it, its cache included, unless it was the engine that died.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
+from workers.engine.inbox import EngineFull, Inbox, Turn, Unfinished
+from workers.engine.outbox import EngineStopped, Handler, LostHandler, Outbox, StreamPiece
 from workers.engine.requests import EngineOutput, EngineRequest, EngineStats
 
 if TYPE_CHECKING:
     from workers.engine.engine import Engine
 
-Handler = Callable[[EngineOutput], None]
+__all__ = ["EngineFull", "EngineLoop", "EngineStopped", "StreamPiece"]
 
-
-class EngineStopped(RuntimeError):
-    """The loop does not run (any more); the cause, if there was one, is chained."""
+LAST_STEP_SECONDS = 5.0
+"""For how long a stop whose time is over still waits for the step in progress."""
 
 
 class EngineLoop:
-    """Runs an engine in the background. All methods may be called from any thread."""
+    """Runs an engine in the background, once. All methods may be called from any thread.
+
+    Handlers are called from the loop's thread and must be quick. They may call anything here but what waits for the
+    loop itself (``pause``, a ``result`` that is not there): that raises RuntimeError. What a handler raises is logged.
+    As a context manager it starts at once, and finishes everything at the end; after an error in the block it cancels.
+
+    What takes an outcome (``result``, ``stream``, ``register_result_handler``) raises LookupError for a request that
+    was never added or whose outcome was taken, and EngineStopped when the loop has ended without one. With a timeout it
+    raises TimeoutError after so many seconds without news, and can be asked again.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: BaseException | None = None
-        self._ticked_at = time.monotonic()
-        self._changed = threading.Condition()
-        self._added: deque[EngineRequest] = deque()
-        self._cancelled: deque[Hashable] = deque()
-        self._handlers: dict[Hashable, Handler] = {}
-        self._stopping = False
+        self._outbox = Outbox()
+        self._lock = self._outbox.lock
+        self._inbox = Inbox(self._lock, engine.config.max_queue_size)
+        self._is_over = False
         self._thread: threading.Thread | None = None
+
+    # Life
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and self.failure is None
+        return self._thread is not None and self._thread.is_alive() and not self._is_over
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it stands still because somebody holds a pause."""
+        return self._inbox.is_paused and self.is_running
+
+    def stats(self) -> EngineStats:
+        return replace(self.engine.stats(), ticked_at=self._inbox.ticked_at)
+
+    def warmup(self) -> None:
+        """What the engine does once before its first step (compiling, capturing). Before the start only."""
+        if self._thread is not None:
+            raise RuntimeError("warm up before the start: the engine belongs to the loop's thread now")
+        self.engine.warmup()
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        """Raises RuntimeError for a loop that was started or stopped before: make a new one around the same engine."""
+        with self._lock:
+            if self._thread is not None or self._inbox.stopping:
+                raise RuntimeError("a loop runs once: make a new EngineLoop around the same engine")
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+            self._thread.start()
 
-    def stop(self, timeout: float | None = None) -> None:
-        """End after the step in progress. Unfinished requests are dropped without a call of their handler."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout)
+    def stop(self, timeout: float | None = None, *, unfinished: Unfinished = "drop") -> bool:
+        """Accept nothing more and end. Outcomes that nobody took yet stay here to be taken.
 
-    def add(self, request: EngineRequest, on_finish: Handler) -> None:
-        """Queue a request; ``on_finish`` is called once, from the loop's thread, and must be quick.
+        Args:
+            timeout: Seconds to wait for the end; None waits as long as it takes.
+            unfinished: What becomes of requests that are not finished with the step in progress. ``drop``: they are
+                lost; their ``on_finish`` is never called, ``on_lost`` is. ``cancel``: each gets its partial output,
+                through its handler too. ``finish``: they are finished first, and cancelled when the time is over.
+
+        Returns:
+            Whether the thread has ended. From a handler this is False: the loop ends when the handler has returned.
 
         Raises:
+            RuntimeError: ``finish`` from within this thread's own pause, which could never end.
+        """
+        self._hasten(unfinished)
+        if self.join(timeout) or unfinished != "finish" or self._is_own_thread:
+            return self.join(0)
+        self._hasten("cancel")
+        return self.join(LAST_STEP_SECONDS)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the thread has ended; whether it has. At once False from a handler."""
+        if self._thread is None:
+            return True
+        if not self._is_own_thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(unfinished="finish" if kind is None else "cancel")
+
+    @contextmanager
+    def pause(self, timeout: float | None = None) -> Iterator[None]:
+        """Within it the loop stands still and no token is made. It may be nested, and held by several threads at once;
+        the loop goes on when the last one leaves. A holder may use the model; the engine still belongs to the loop.
+
+        Raises:
+            EngineStopped: The loop does not run, or ended before it stood still.
+            TimeoutError: The step in progress took longer than ``timeout`` seconds.
+            RuntimeError: Called from a handler.
+        """
+        with self._lock:
+            self._check(self.is_running)
+            self._inbox.hold()
+            try:
+                self._outbox.wait(self._outbox.news, lambda: self._inbox.is_standing, timeout, "a pause")
+                self._check(not self._is_over)
+            except BaseException:
+                self._inbox.release()
+                raise
+        try:
+            yield
+        finally:
+            self._inbox.release()
+
+    # Requests
+
+    def add(
+        self,
+        request: EngineRequest,
+        on_finish: Handler | None = None,
+        on_lost: LostHandler | None = None,
+        *,
+        wait: float | None = 0.0,
+    ) -> None:
+        """Queue a request. Its outcome goes to ``on_finish``; without one it is kept until somebody takes it.
+
+        Args:
+            on_finish: Called once with the outcome.
+            on_lost: Called instead, with the reason, when none can come: the engine died, or the loop was stopped.
+            wait: Seconds to wait for room where ``max_queue_size`` requests wait already; None waits for ever.
+
+        Raises:
+            EngineFull: There is no room.
             EngineStopped: The loop is not running.
             ValueError: A request with this id is here already.
         """
-        with self._changed:
-            if self._stopping or not self.is_running:
-                raise EngineStopped("the engine loop is not running") from self.failure
-            if request.request_id in self._handlers:
-                raise ValueError(f"request {request.request_id!r} is in the engine already")
-            self._handlers[request.request_id] = on_finish
-            self._added.append(request)
-            self._changed.notify_all()
+        with self._lock:
+            self._check(self._accepts)
+            self._inbox.wait_for_room(0 if self._is_own_thread else wait, self._outbox.news, lambda: self._accepts)
+            self._check(self._accepts)
+            self._outbox.open(request, on_finish, on_lost)
+            self._inbox.add(request)
+
+    def add_requests(
+        self, requests: Iterable[EngineRequest], on_finish: Handler | None = None, *, wait: float | None = 0.0
+    ) -> list[Hashable]:
+        """:meth:`add` each; their ids. Where one is refused, those before it stay."""
+        added = []
+        for request in requests:
+            self.add(request, on_finish, wait=wait)
+            added.append(request.request_id)
+        return added
 
     def cancel(self, request_id: Hashable) -> None:
-        """Cancel a request before the next step; its partial output arrives through its handler."""
-        with self._changed:
-            self._cancelled.append(request_id)
-            self._changed.notify_all()
+        """End a request before the next step; its partial output is its outcome. Nothing happens to one that ended."""
+        if not self._is_over:
+            self._inbox.cancel(request_id)
 
-    def stats(self) -> EngineStats:
-        return replace(self.engine.stats(), ticked_at=self._ticked_at)
+    def register_result_handler(
+        self, request_id: Hashable, on_finish: Handler, on_lost: LostHandler | None = None
+    ) -> None:
+        """One more handler for a request; called at once, in this thread, where the outcome is kept here already."""
+        self._outbox.listen(request_id, on_finish, on_lost)
+
+    def result(self, request_id: Hashable, timeout: float | None = None) -> EngineOutput:
+        """Wait for the outcome and take it, from a loop that has ended too."""
+        return self._outbox.result(request_id, timeout)
+
+    def results(self, timeout: float | None = None) -> Iterator[EngineOutput]:
+        """The outcomes of requests without a handler, each as it is finished; ends when none is left to come.
+
+        Where the loop has ended and some will never come, it raises EngineStopped after those that did.
+        """
+        return self._outbox.results(timeout)
+
+    def stream(self, request_id: Hashable, timeout: float | None = None) -> Iterator[StreamPiece]:
+        """The tokens and the text of a request with ``stream`` as they come; the last pieces bring the outcome.
+
+        Nothing waits for the reader: what it has not read yet is kept. Leaving early does not cancel the request.
+
+        Raises:
+            ValueError: The request was added without ``stream``, or somebody reads it already.
+        """
+        return self._outbox.stream(request_id, self.engine.vocabulary, timeout)
+
+    # Of any thread
+
+    @property
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    @property
+    def _accepts(self) -> bool:
+        return self.is_running and not self._inbox.stopping
+
+    def _check(self, fine: bool) -> None:
+        if not fine:
+            raise self._reason() from self.failure
+
+    def _reason(self) -> EngineStopped:
+        if self.failure is not None:
+            return EngineStopped(f"the engine died: {type(self.failure).__name__}: {self.failure}")
+        return EngineStopped(f"the engine loop {'was stopped' if self._inbox.stopping else 'is not running'}")
+
+    def _hasten(self, unfinished: Unfinished) -> None:
+        with self._lock:
+            self._inbox.stop(unfinished)
+            self._outbox.news.notify_all()
+
+    # Of the loop's thread
 
     def _run(self) -> None:
+        self._outbox.thread_id = threading.get_ident()
+        failure: BaseException | None = None
         try:
-            while self._take_changes():
-                for output in self.engine.step():
-                    self._deliver(output)
+            while (turn := self._inbox.next_turn(lambda: self.engine.has_work)) is not Turn.END:
+                if turn is Turn.APPLY:
+                    self._apply_changes()
+                elif turn is Turn.STEP:
+                    self._publish(self.engine.step())
+                else:
+                    self._stand()
+            self._clear()
         except BaseException as error:  # noqa: BLE001  # kept for every caller; the thread ends with it
-            self.failure = error
+            failure = error
+        self._end(failure)
 
-    def _take_changes(self) -> bool:
-        """Wait for work, apply adds and cancels; False when the loop shall end."""
-        with self._changed:
-            while not (self._stopping or self._added or self._cancelled or self.engine.has_work):
-                self._ticked_at = time.monotonic()
-                self._changed.wait(timeout=0.5)
-            self._ticked_at = time.monotonic()
-            if self._stopping:
-                return False
-            added, cancelled = list(self._added), list(self._cancelled)
-            self._added.clear()
-            self._cancelled.clear()
+    def _apply_changes(self) -> None:
+        added, cancelled = self._inbox.take_changes()
         for request in added:
             self.engine.add(request)
         for request_id in cancelled:
-            if (output := self.engine.cancel(request_id)) is not None:
-                self._deliver(output)
-        return True
+            self._cancel(request_id)
 
-    def _deliver(self, output: EngineOutput) -> None:
-        with self._changed:
-            handler = self._handlers.pop(output.request_id, None)
-        if handler is not None:
-            handler(output)
+    def _cancel(self, request_id: Hashable) -> None:
+        output = self.engine.cancel(request_id)
+        self._publish([] if output is None else [output])
+
+    def _publish(self, outputs: list[EngineOutput]) -> None:
+        """Tokens first: the last ones of a stream come before its end."""
+        if self._outbox.is_streaming:
+            self._outbox.put_deltas(self.engine.take_deltas())
+        if self._inbox.max_queue_size:
+            with self._lock:
+                self._inbox.waiting = self.engine.stats().waiting
+                self._outbox.news.notify_all()
+        for output in outputs:
+            self._outbox.put(output)
+
+    def _stand(self) -> None:
+        self._publish(self.engine.settle())
+        with self._lock:
+            self._inbox.is_standing = True
+            self._outbox.news.notify_all()
+
+    def _clear(self) -> None:
+        """Leave an engine that a new loop can use: the step in flight is collected, and nothing of ours is left."""
+        self._publish(self.engine.settle())
+        self._apply_changes()
+        cancel = self.engine.cancel if self._inbox.stopping == "drop" else self._cancel
+        for request_id in self._outbox.unfinished:
+            cancel(request_id)
+
+    def _end(self, failure: BaseException | None) -> None:
+        with self._lock:
+            self.failure = failure
+            self._is_over = True
+            reason = self._reason()
+        reason.__cause__ = failure
+        self._outbox.end(reason)

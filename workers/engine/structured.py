@@ -1,8 +1,8 @@
 """Answers that are held to a JSON schema, token by token, by the grammar library llguidance.
 
 A format is compiled once and copied for each answer. Whatever cannot be held is refused before a token is made: an
-invalid schema, a keyword that the library does not implement, a schema that is too large. No answer is ever free text
-where a format was asked for.
+invalid schema, a keyword that the library does not implement, a schema that is too large or takes too long. No answer is
+ever free text where a format was asked for.
 
 Blanks: between two parts of the JSON text there may be one space, or one line break and up to 16 spaces. That is how
 models print JSON, compact or indented, and keeps small ones from running on in blanks for ever.
@@ -11,21 +11,28 @@ models print JSON, compact or indented, and keeps small ones from running on in 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from workers.engine.requests import PromptError
 
 if TYPE_CHECKING:
-    import numpy as np
     from llguidance import LLMatcher, LLTokenizer
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 COMPILED_FORMATS = 256  # kept, the least recently used one goes first
-MAX_SCHEMA_CHARACTERS = 100_000
+MAX_SCHEMA_BYTES = 128 * 2**10
+MAX_COMPILE_SECONDS = 3
 WHITESPACE = r"(\n[ ]{0,16}|[ ])?"
 _OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}
 
@@ -33,8 +40,9 @@ _OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}
 class GrammarMatcher:
     """Where one answer stands in its format."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, columns: _Columns) -> None:
         self._matcher = matcher
+        self._columns = columns
 
     @property
     def is_complete(self) -> bool:
@@ -47,10 +55,14 @@ class GrammarMatcher:
         A matcher that has met one of the library's limits allows no token, so that the answer fails.
         """
         mask.fill(0)
-        if not self._matcher.is_error():
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            mask.fill(0)
+            return
+        known = np.zeros(self._columns.words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(known.ctypes.data, known.nbytes)
+        if self._matcher.is_error():
+            return
+        columns = self._columns.all if self._matcher.is_accepting() else self._columns.but_ends
+        np.bitwise_and(known[: len(mask)], columns, out=mask)
 
     def accept(self, token: int) -> bool:
         """Go on by a token; False if it may not come here."""
@@ -58,7 +70,7 @@ class GrammarMatcher:
 
     def fork(self) -> GrammarMatcher:
         """One that stands at the same place and goes on by itself."""
-        return GrammarMatcher(self._matcher.deep_copy())
+        return GrammarMatcher(self._matcher.deep_copy(), self._columns)
 
 
 class GrammarCompiler:
@@ -73,9 +85,11 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_ids = sorted(eos_ids)
+        self._eos_ids = eos_ids
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._columns = _Columns.of(vocab_size, vocab_size, eos_ids)
+        self._trial = _Trial()
+        self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()  # or why it is refused
         self._lock = threading.Lock()
 
     def matcher(self, response_format: Mapping[str, Any]) -> GrammarMatcher | None:
@@ -86,7 +100,7 @@ class GrammarCompiler:
         """
         if response_format.get("type") == "text":
             return None
-        schema = json.dumps(_schema(response_format), sort_keys=False)
+        schema = _text(_schema(response_format))
         with self._lock:
             compiled = self._compiled.get(schema)
             if compiled is None:
@@ -94,23 +108,27 @@ class GrammarCompiler:
                 if len(self._compiled) > COMPILED_FORMATS:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(schema)
-            return GrammarMatcher(compiled.deep_copy())
+            if isinstance(compiled, str):
+                raise _invalid(compiled)
+            return GrammarMatcher(compiled.deep_copy(), self._columns)
 
-    def _compile(self, schema: str) -> LLMatcher:
+    def _compile(self, schema: str) -> LLMatcher | str:
+        """A matcher at the beginning of the schema, or why there is none."""
         try:
             from llguidance import LLMatcher
         except ImportError as error:
             raise _unsupported("the package llguidance is not installed (pip install llguidance)") from error
-        if len(schema) > MAX_SCHEMA_CHARACTERS:
-            raise _invalid(f"the schema has {len(schema)} characters; {MAX_SCHEMA_CHARACTERS} are the most")
+        vocabulary = self._grammar_vocabulary()
         try:
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
-            raise _invalid(str(error)) from error
-        compiled = LLMatcher(self._grammar_vocabulary(), grammar, log_level=0)
-        if compiled.is_error():
-            raise _invalid(compiled.get_error())
-        return compiled
+            return str(error)
+        if (reason := self._trial.fault(grammar)) is not None:
+            return reason
+        compiled = LLMatcher(vocabulary, grammar, log_level=0)
+        if not compiled.is_error():
+            compiled.compute_bitmask()  # finds a schema that no finite text fits
+        return compiled.get_error() if compiled.is_error() else compiled
 
     def _grammar_vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -119,19 +137,82 @@ class GrammarCompiler:
             backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if backend is None:
                 raise _unsupported("the model has no fast tokenizer, by which the tokens of JSON texts are known")
+            known = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+            size = max(known, self._vocab_size)  # some tokenizers know tokens that their model has no logits for
+            ends = sorted(token for token in self._eos_ids if token < known)
+            self._columns = _Columns.of(size, self._vocab_size, ends)
             try:
                 self._vocabulary = LLTokenizer(
-                    backend.to_str(),
-                    n_vocab=self._vocab_size,
-                    eos_token=self._eos_ids or None,
-                    slices=LLTokenizer.json_slices(),
+                    backend.to_str(), n_vocab=size, eos_token=ends or None, slices=LLTokenizer.json_slices()
                 )
             except (ValueError, RuntimeError) as error:
                 raise _unsupported(f"the model's tokenizer cannot be used for it: {_one_line(error)}") from error
         return self._vocabulary
 
 
-def _schema(response_format: Mapping[str, Any]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Which columns of the logits there are, as masks of the library's bits."""
+
+    words: int  # of the library's mask, which covers the tokenizer's tokens also where the model has fewer
+    all: NDArray[np.int32]  # [ceil(V / 32)]
+    but_ends: NDArray[np.int32]  # [ceil(V / 32)]; an end token can be an ordinary text too, and would cut the answer
+
+    @classmethod
+    def of(cls, size: int, vocab_size: int, ends: Iterable[int]) -> _Columns:
+        bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+        bits[:vocab_size] = True
+        every = np.packbits(bits, bitorder="little").view(np.int32)
+        bits[[token for token in ends if token < vocab_size]] = False
+        return cls(-(-size // 32), every, np.packbits(bits, bitorder="little").view(np.int32))
+
+
+_TRIAL = """
+import json, signal, sys
+from llguidance import LLMatcher, LLTokenizer
+for line in sys.stdin:
+    signal.alarm(int(sys.argv[1]))
+    LLMatcher(LLTokenizer("byte"), json.loads(line), log_level=0).compute_bitmask()
+    signal.alarm(0)
+    print("done", flush=True)
+"""
+
+
+class _Trial:
+    """A process that compiles each grammar first, and is ended by an alarm when that takes too long.
+
+    The library's limits do not hold for every schema (two dozen patterns for one string), and native code cannot be
+    interrupted where it runs.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def fault(self, grammar: str) -> str | None:
+        """Why the grammar must not be compiled here; None when it may. A grammar with an error may."""
+        if self._process is None:
+            command = [sys.executable, "-P", "-c", _TRIAL, str(MAX_COMPILE_SECONDS)]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+            )
+            self._end = weakref.finalize(self, self._process.__exit__, None, None, None)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(grammar), file=self._process.stdin, flush=True)
+            if self._process.stdout.readline():
+                return None
+        except BrokenPipeError:
+            pass  # it has ended, as its code says
+        process, self._process = self._process, None
+        self._end()
+        if process.returncode == -signal.SIGALRM:
+            return f"the schema takes more than {MAX_COMPILE_SECONDS} seconds to compile"
+        return f"the compiler ended with code {process.returncode}"
+
+
+def _schema(response_format: Mapping[str, Any]) -> Mapping[str, Any]:
     """The JSON schema that a response format stands for."""
     kind = response_format.get("type")
     if kind == "json_object":
@@ -144,6 +225,21 @@ def _schema(response_format: Mapping[str, Any]) -> Any:
     if not isinstance(named["schema"], Mapping):
         raise _invalid("json_schema.schema must be an object")
     return named["schema"]
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """The schema as JSON, its keys in their order: an answer has its properties in that order.
+
+    The library's own options inside a schema (x-guidance) are left out: some make texts that are not JSON.
+    """
+    plain = {key: value for key, value in schema.items() if key != "x-guidance"}
+    try:
+        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid(f"json_schema.schema is not JSON: {error}") from error
+    if (size := len(text.encode(errors="replace"))) > MAX_SCHEMA_BYTES:
+        raise _invalid(f"the schema has {size} bytes; {MAX_SCHEMA_BYTES} are the most")
+    return text
 
 
 def _invalid(reason: str) -> PromptError:

@@ -1,4 +1,4 @@
-"""From token ids back to text: the text of an answer, the text or bytes of one token, and stop strings.
+"""From token ids back to text: the text of an answer at once or as it comes, the text of one token, and stop strings.
 
 The text of an answer is the tokenizer's own one-shot decoding of all its ids, without clean-up of spaces. The text of
 one token comes from its vocabulary entry, so that the bytes of a character split over several tokens are kept.
@@ -7,6 +7,7 @@ one token comes from its vocabulary entry, so that the bytes of a character spli
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from batchjobs.types import TokenText, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from batchjobs.types import SamplingParams
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -24,6 +27,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_level_alphabet()
+_LONE_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_UNREADABLE = "\ufffd"
 
 
 class Vocabulary:
@@ -50,6 +55,20 @@ class Vocabulary:
         """The id of the special token that is spelled so."""
         return next((i for i in self._special if self.bytes_of(i) == text.encode()), None)
 
+    def is_left_out(self, token: int) -> bool:
+        """Whether :meth:`decode` passes over it: a special token, or an id beyond the vocabulary."""
+        if self._tokenizer is None or token in self._special:
+            return True
+        if token in self._added:
+            return bool(self._added[token].special)
+        return not isinstance(self._tokenizer.convert_ids_to_tokens(token), str)
+
+    def is_lone_byte(self, token: int) -> bool:
+        """Whether the token is one byte, spelled ``<0x0A>``. What a run of these reads as depends on the whole run."""
+        if self._tokenizer is None or self._style == "byte-level":
+            return False
+        return _LONE_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))) is not None
+
     def text(self, token: int) -> TokenText:
         """The token's text, or its bytes where they are not valid UTF-8 by themselves."""
         known = self._texts.get(token)
@@ -75,7 +94,7 @@ class Vocabulary:
     def _spell(self, token: int) -> bytes:
         if self._tokenizer is None:
             return b""
-        if token in self._added:
+        if token in self._added and (self._added[token].special or self._style != "byte-level"):
             return str(self._added[token].content).encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(piece, str):  # an id beyond the vocabulary: models pad their output layer
@@ -85,7 +104,7 @@ class Vocabulary:
                 return bytes(_BYTE_OF[character] for character in piece)
             return piece.encode()
         if self._style == "sentencepiece":
-            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            if _LONE_BYTE.fullmatch(piece):
                 return bytes.fromhex(piece[3:5])
             return piece.replace("▁", " ").encode()
         return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False)).encode()
@@ -109,7 +128,6 @@ class StopMatcher:
 
     def __init__(self, stop: Sequence[str], vocabulary: Vocabulary, *, from_token: int) -> None:
         self._stops = [s.encode() for s in stop]
-        self._longest = max(len(s) for s in self._stops)
         self._vocabulary = vocabulary
         self._from_token = from_token  # no match ends before this many tokens
         self._seen = bytearray()
@@ -117,20 +135,83 @@ class StopMatcher:
 
     def feed(self, token: int, generated: int) -> bool:
         """Take the next token; True when a stop string is complete."""
-        if self._vocabulary.is_special(token):
+        if self._vocabulary.is_left_out(token):
             return False
-        raw = self._vocabulary.bytes_of(token)
-        window = max(0, len(self._seen) - self._longest + 1)
-        self._seen += raw
+        before = len(self._seen)
+        self._seen += self._vocabulary.bytes_of(token)
         if generated < self._from_token:
             return False
-        found = [at for stop in self._stops if (at := self._seen.find(stop, window)) >= 0]
-        self._cut_at = min(found, default=None)
+        # A match ends within the new token: one that ended earlier was too early to count.
+        found = [self._seen.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
+        self._cut_at = min((at for at in found if at >= 0), default=None)
         return self._cut_at is not None
 
     def cut(self, text: str) -> str:
         """The text right before the match. A decoder may have dropped the blank before the first word."""
         if self._cut_at is None:
             return text
+        matched = self._seen[self._cut_at :]
+        for ending in (matched.decode(errors="replace"), _UNREADABLE * len(matched)):
+            if text.endswith(ending):
+                return text.removesuffix(ending)
         kept = self._seen[: self._cut_at].decode(errors="replace")
         return kept if text.startswith(kept) else kept.removeprefix(" ")
+
+    def beginning(self) -> bytes:
+        """The longest end of what was seen that a stop string begins with; the whole of it is not one yet."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        ends = (bytes(self._seen[-n:]) for n in range(min(longest, len(self._seen)), 0, -1))
+        return next((end for end in ends if any(s.startswith(end) and s != end for s in self._stops)), b"")
+
+
+class TextStream:
+    """The text of one answer piece by piece, while its tokens come. The pieces together are exactly its text.
+
+    A piece holds what no later token can change: no part of a character, nothing of a run of lone bytes that may go on,
+    and nothing that may turn out to be the beginning of a stop string. What was held back comes with :meth:`flush`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, sampling: SamplingParams) -> None:
+        self._vocabulary = vocabulary
+        stops = [s for s in sampling.stop if vocabulary.special_id(s) is None]
+        self._matcher = StopMatcher(stops, vocabulary, from_token=sampling.min_tokens) if stops else None
+        # The newest ids are decoded together with the ones right before them, because neighbours decide on blanks.
+        self._ids: list[int] = []
+        self._known = 0  # leading ids of these whose text is known
+        self._known_length = 0  # characters of it
+        self._held = ""
+        self._fed = self._given = 0  # tokens, characters
+        self._in_bytes = self._is_matched = False
+
+    def feed(self, token: int) -> str:
+        """Take the next token; the text that is certain now, often empty."""
+        self._fed += 1
+        self._ids.append(token)
+        if self._matcher is not None:
+            self._is_matched |= self._matcher.feed(token, self._fed)
+        if not self._vocabulary.is_left_out(token):
+            self._in_bytes = self._vocabulary.is_lone_byte(token)
+        if self._in_bytes or self._is_matched:
+            return ""
+        text = self._vocabulary.decode(self._ids)
+        if len(text) <= self._known_length or text.endswith(_UNREADABLE):
+            return ""
+        self._held += text[self._known_length :]
+        del self._ids[: self._known]
+        self._known, self._known_length = len(self._ids), len(self._vocabulary.decode(self._ids))
+        return self._give()
+
+    def flush(self, text: str) -> str:
+        """The rest, when the answer has ended and ``text`` is the whole of it."""
+        rest, self._given, self._held = text[self._given :], len(text), ""
+        return rest
+
+    def _give(self) -> str:
+        sure = len(self._held)
+        if self._matcher is not None and (beginning := self._matcher.beginning()):
+            shown = beginning.decode(errors="replace")
+            # Where the text does not show these bytes as they are, each of them is one character at most.
+            sure -= len(shown) if self._held.endswith(shown) else len(beginning)
+        given, self._held = self._held[: max(0, sure)], self._held[max(0, sure) :]
+        self._given += len(given)
+        return given
