@@ -35,6 +35,7 @@ COMMANDS = {
     "doctor": ("doctor", "Say what works on this machine, and what does not."),
     "config": ("config", "Show the settings in force and where each comes from."),
     "bench": ("bench", "Measure the engine's throughput."),
+    "trace": ("trace", "Draw what the engine does in each step, or write it as a timeline."),
 }
 
 
