@@ -45,6 +45,9 @@ class Settings(BaseSettings):
     max_batch_tokens: int = Field(2048, ge=1, description="tokens in one step of the engine")
     max_requests_per_batch: int = Field(64, ge=1, description="requests that decode at the same time")
     scheduler_type: str = Field("fifo", description="fifo, prefix (prompts that begin alike together), longest_first")
+    max_memory_percent: float | None = Field(None, gt=0, le=1, description="share of the free memory for the KV cache")
+    cpu_offload_space: float = Field(2.0, ge=0, description="GiB of CPU memory for sequences that have to give way")
+    use_async_batching: bool | None = Field(None, description="plan a step while the last runs; unset: on a GPU")
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 

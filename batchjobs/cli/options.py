@@ -81,6 +81,14 @@ _ENGINE = (
         "--scheduler-type",
         help="fifo (default), prefix (prompts that begin alike together) or longest_first.",
     ),
+    click.option("--max-memory-percent", type=float, help="Share of the free memory for the KV cache, over 0 to 1."),
+    click.option("--cpu-offload-space", type=float, help="GiB of CPU memory for sequences that give way; 0 for none."),
+    click.option(
+        "--async-batching/--no-async-batching",
+        "use_async_batching",
+        default=None,
+        help="Plan a step while the one before it runs; default: on a GPU.",
+    ),
 )
 
 _OUTPUT = (

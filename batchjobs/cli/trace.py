@@ -11,14 +11,12 @@ from click.core import ParameterSource
 
 from batchjobs.cli.console import complain, rich_console, say
 from batchjobs.cli.options import OutputFile, defaults_from, engine_options, model, sampling_defaults, settings_of
-from batchjobs.cli.worker import chosen_model
+from batchjobs.cli.worker import chosen_model, engine_config
 from batchjobs.text import plural
 
 if TYPE_CHECKING:
     from batchjobs.sampling_fields import Defaults
-    from batchjobs.settings import Settings
     from batchjobs.types import Request
-    from workers.engine import EngineConfig
     from workers.trace import Trace
 
 SHOWN_FAILURES = 20
@@ -34,13 +32,6 @@ FAILED = 5
 @click.option("--force", is_flag=True, help="Replace an existing output file.")
 @sampling_defaults
 @engine_options
-@click.option("--cpu-offload-space", type=float, help="GiB of CPU memory for sequences that give way; 0 for none.")
-@click.option(
-    "--async-batching/--no-async-batching",
-    "use_async_batching",
-    default=None,
-    help="Plan a step while the one before it runs; default: on a GPU.",
-)
 @click.pass_context
 def trace_command(
     ctx: click.Context, /, file: str | None, explain: bool, steps: int, target: Path | None, force: bool, **options: Any
@@ -55,14 +46,14 @@ def trace_command(
     explain = explain or not is_written
     _check_output(target, is_written, explain, force, file)
     defaults = defaults_from(options)
-    engine_only = {name: options.pop(name) for name in ("cpu_offload_space", "use_async_batching")}
     settings = settings_of(ctx, **options)
     requests = None if file is None else read_requests(file, defaults)
     name = chosen_model(settings.model)
     try:
         from workers.trace import DEMO_SETTINGS, trace
 
-        config = _config(settings, engine_only, DEMO_SETTINGS if file is None else {})
+        small = DEMO_SETTINGS if file is None else {}
+        config = engine_config(settings, **{n: v for n, v in small.items() if settings.sources[n] == "default"})
         made = trace(name, config, requests, pictures=steps if explain else None, whole=is_written)
     except ModuleNotFoundError as error:
         raise click.ClickException(
@@ -82,19 +73,6 @@ def _check_output(target: Path | None, is_written: bool, explain: bool, force: b
         raise click.UsageError("the picture and the JSON cannot both go to standard output; name a file with -o")
     if target is not None:
         check_target(target, force=force, inputs=() if file in (None, "-") else (Path(str(file)),))
-
-
-def _config(settings: Settings, flags: dict[str, Any], small: Any) -> EngineConfig:
-    """The engine that the settings ask for, ``small`` where nobody asked for anything."""
-    from dataclasses import fields
-
-    from workers.engine import EngineConfig
-
-    names = [field.name for field in fields(EngineConfig) if field.name in type(settings).model_fields]
-    chosen = {name: getattr(settings, name) for name in names}
-    chosen |= {name: value for name, value in small.items() if settings.sources[name] == "default"}
-    chosen |= {name: value for name, value in flags.items() if value is not None}
-    return EngineConfig(**chosen)
 
 
 def read_requests(file: str, defaults: Defaults) -> list[Request]:

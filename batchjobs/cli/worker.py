@@ -14,7 +14,7 @@ from batchjobs.text import shortened
 
 if TYPE_CHECKING:
     from batchjobs.settings import Settings
-    from workers.engine import Engine
+    from workers.engine import Engine, EngineConfig
 
 
 @click.command("worker")
@@ -49,18 +49,19 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
 
 
 def _engine(settings: Settings) -> Engine:
-    from workers.engine import Engine, EngineConfig
+    from workers.engine import Engine
 
-    config = EngineConfig(
-        device=settings.device,
-        dtype=settings.dtype,
-        page_size=settings.page_size,
-        num_blocks=settings.num_blocks,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_requests_per_batch=settings.max_requests_per_batch,
-        scheduler_type=settings.scheduler_type,
-    )
-    return Engine(settings.model or "", config)
+    return Engine(settings.model or "", engine_config(settings))
+
+
+def engine_config(settings: Settings, **changes: Any) -> EngineConfig:
+    """The engine that the settings of the same names ask for, with some ``changes``."""
+    from dataclasses import fields
+
+    from workers.engine import EngineConfig
+
+    names = [field.name for field in fields(EngineConfig) if field.name in type(settings).model_fields]
+    return EngineConfig(**{name: getattr(settings, name) for name in names} | changes)
 
 
 def chosen_model(name: str | None) -> str:

@@ -14,6 +14,7 @@ from batchjobs.database import Database
 from batchjobs.errors import ConnectionFailed
 from batchjobs.store import WorkerInfo
 from tests.support.command_line import CommandLine, command_line
+from workers.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,7 +184,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     daemon.run_worker = run_worker  # type: ignore[attr-defined]
     bench.bench = lambda **options: made.append(options)  # type: ignore[attr-defined]
     engine = ModuleType("workers.engine")
-    engine.EngineConfig = lambda **options: options  # type: ignore[attr-defined]
+    engine.EngineConfig = EngineConfig  # type: ignore[attr-defined]
     engine.Engine = lambda model, config: (model, config)  # type: ignore[attr-defined]
     engine.EngineLoop = lambda engine: engine  # type: ignore[attr-defined]
     for module in (daemon, bench, engine):
@@ -198,18 +199,7 @@ def test_worker_hands_settings_and_engine_on(command_line: CommandLine, calls: l
     assert (done.exit_code, done.output) == (7, "")
     (call,) = calls
     model = str(tmp_path / "m.gguf")
-    assert call["loop"] == (
-        model,
-        {
-            "device": "cpu",
-            "dtype": "auto",
-            "page_size": 16,
-            "num_blocks": 9,
-            "max_batch_tokens": 2048,
-            "max_requests_per_batch": 64,
-            "scheduler_type": "fifo",
-        },
-    )
+    assert call["loop"] == (model, EngineConfig(device="cpu", num_blocks=9))  # and the engine's own defaults
     assert (call["settings"].model, call["burst"], call["name"], call["until"]) == (model, True, "w", None)
 
 
