@@ -76,7 +76,9 @@ class _Judge:
         if self.terms.refusal is not None and not self.terms.cancelled:
             self._expect("the error", self._code, self.terms.refusal)
             return
-        if not self.prompt or (self.terms.cancelled and not self.tokens and self.output.prompt_scores is None):
+        scored = self.limit == 0 and self.output.finish_reason is FinishReason.LENGTH  # by its first choice, for all
+        nothing = not self.tokens and self.output.prompt_scores is None and not scored
+        if not self.prompt or (self.terms.cancelled and nothing):
             self._expect("the end", self.output.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR), True)
             return
         logits = self.solo.logits(self.prompt + self.tokens)
