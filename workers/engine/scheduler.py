@@ -109,6 +109,8 @@ class Scheduler:
                 break
             if sequence.slot < 0:  # it gave way to one before it
                 continue
+            if sequence.computed == 0:  # what it waited beside may have computed its beginning meanwhile
+                self._take_prefix(sequence, self._known_prefix(sequence))
             part = self._part(sequence, left, scores_left)
             if part is None or not self._reserve(sequence, part.first + part.count, plan):
                 continue
@@ -202,22 +204,26 @@ class Scheduler:
         return max(0, most - held)
 
     def _start_running(self, sequence: Sequence, prefix: Prefix) -> None:
+        sequence.slot = self._free_slots.pop()
+        self._take_prefix(sequence, prefix)
+        if sequence.offloaded is not None:
+            self._bring_back(sequence, sequence.offloaded)
+        sequence.start()
+        self.running.append(sequence)
+        self.observer.admitted(sequence)
+
+    def _take_prefix(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Begin behind what is known. The sequence has a slot, and no page yet."""
         for pages in prefix.pages:
             self.pool.hold(pages)
-        sequence.slot = self._free_slots.pop()
         sequence.pages = prefix.pages
         sequence.released = [self.pool.first_seen(g, prefix.length * self.pool.page_size) for g in self._groups]
         sequence.chain, sequence.registered = prefix.node, prefix.length
         sequence.computed = prefix.length * self.pool.page_size
         for group, pages in enumerate(sequence.pages):
             self.tables.write(group, sequence.slot, 0, pages)
-        if sequence.offloaded is not None:
-            self._bring_back(sequence, sequence.offloaded)
-        if sequence.started is None:
+        if sequence.reached == 0:  # else it gave way, and these may be its own
             sequence.cached_tokens = sequence.computed
-        sequence.start()
-        self.running.append(sequence)
-        self.observer.admitted(sequence)
 
     @property
     def _groups(self) -> range:
