@@ -15,12 +15,16 @@ import tempfile
 from pathlib import Path
 
 import torch
+from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from batchjobs.errors import UsageError
 from workers.engine.folders import cache_folder
+from workers.engine.weights import check_weights
 
 log = logging.getLogger(__name__)
 
+ROPE_FACTORS = ("rope_freqs", "rope_factors")  # tensors
 GROWTH = 10  # converted weights are float32: at most about this many times the size of a quantised file
 
 
@@ -49,11 +53,31 @@ def why_not(file: Path) -> str | None:
     return None
 
 
+def check_rope(file: Path) -> None:
+    """Refuse a file whose RoPE is scaled in a way that transformers does not read from GGUF files.
+
+    Raises:
+        UsageError: The model would run with the frequencies of another one.
+    """
+    reader = GGUFReader(file)
+    architecture = str(reader.fields["general.architecture"].contents())
+    kind = reader.fields.get(f"{architecture}.rope.scaling.type")
+    scaled = kind is not None and kind.contents() != "none" and architecture != "gpt-oss"
+    factors = [t.data for t in reader.tensors if t.name.startswith(ROPE_FACTORS)]
+    if scaled or any((factor != 1).any() for factor in factors):
+        raise UsageError(
+            f"{file.name} scales its RoPE, which transformers does not read from a .gguf file: its answers would be "
+            "wrong; take the model's folder with its .safetensors files instead"
+        )
+
+
 def _convert(file: Path, folder: Path) -> None:
     log.warning("converting %s once into %s", file.name, folder)
+    check_rope(file)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as scratch:
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        model, report = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+        check_weights(report, file.name)
         # The weights are plain now: what said that they were quantised must not travel on.
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False

@@ -3,32 +3,43 @@
 ``batchjobs_paged`` is registered once with transformers' AttentionInterface and without a mask function, so no mask is
 ever built. Each attention module of a loaded model carries what its calls need in ``paged_attention``; there is no
 global state, and several models can live in one process.
+
+A model is probed before it runs. While its own attention answers, its layers tell their sizes, options and masks; then
+paged attention has to give the same logits. What a layer asks for and nobody here heeds is a reason to refuse it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from batchjobs.errors import UsageError
-from workers.engine.attention.interface import AttentionBackend, LayerCache, LayerSpec
+from workers.engine.attention.interface import AttentionBackend, LayerCache, LayerSpec, PackedRows
+from workers.engine.attention.torch_paged import TorchPagedAttention
+from workers.engine.masks import LISTENING, window_behind
 
 IMPLEMENTATION = "batchjobs_paged"
 HARMLESS = frozenset({"position_ids"})  # options that say nothing about the attention itself
+NOT_CAUSAL = "is_causal=False"
+LENGTH = 4  # tokens of each of the probe's two sequences
+KEPT = (3, 1, 2)  # rows of a packed step whose logits are compared, in no order
+TOLERANCE = 1e-3  # of the largest logit, in float32; rounding alone stays far below
+COARSE_TOLERANCE = 0.1  # in bfloat16 and float16
 
 
 class How(NamedTuple):
     """What a layer asks of its attention beside the tensors; ``sinks`` is [Hq].
 
-    ``unknown`` names what it asks for besides, such as a mask or biases of its own, which nobody here would heed.
+    ``unknown`` names what it asks for besides, such as biases of its own, which nobody here would heed.
     """
 
     scaling: float | None
-    sliding_window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
     unknown: tuple[str, ...] = ()
@@ -40,25 +51,46 @@ def paged_attention_forward(
     key: torch.Tensor,  # [1, Hkv, T, D]
     value: torch.Tensor,  # [1, Hkv, T, Dv]
     attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Hq, Dv]
     handler: Callable[..., torch.Tensor] = module.paged_attention  # type: ignore[assignment]
-    unknown = _unknown(module, attention_mask=attention_mask, **options)
-    return handler(query, key, value, How(scaling, sliding_window, softcap, s_aux, unknown)), None
+    return handler(query, key, value, _how(module, {**options, "attention_mask": attention_mask})), None
 
 
-def _unknown(module: torch.nn.Module, **options: Any) -> tuple[str, ...]:
-    """Options that are set and could change the result. Those that are off, such as a dropout of 0, change nothing."""
-    names = [n for n, v in options.items() if n not in HARMLESS and not (v is None or v is False or v == 0)]
-    is_causal = options.get("is_causal", getattr(module, "is_causal", True))
-    return tuple(n for n in names if n != "is_causal") + (() if is_causal else ("is_causal=False",))
+def _listening_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Note what the layer asks for, and let the model's own attention answer."""
+    listen: Callable[..., None] = module.paged_attention  # type: ignore[assignment]
+    listen(query, key, value, _how(module, dict(options)), attention_mask)
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise ValueError("its attention cannot be compared, since it has no eager form")
+    answer: tuple[torch.Tensor, torch.Tensor | None] = own(module, query, key, value, attention_mask, **options)
+    return answer
+
+
+def _how(module: torch.nn.Module, options: dict[str, Any]) -> How:
+    known = {name: options.pop(name, None) for name in ("scaling", "softcap", "s_aux")}
+    options.pop("sliding_window", None)  # some layers have one and do not say so: the probe asks the masks instead
+    is_causal = options.pop("is_causal", None)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    unknown = tuple(name for name, option in options.items() if name not in HARMLESS and not _is_off(option))
+    return How(known["scaling"], known["softcap"], known["s_aux"], unknown + (() if is_causal else (NOT_CAUSAL,)))
+
+
+def _is_off(option: Any) -> bool:
+    return option is None or (isinstance(option, bool | int | float) and not option)
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
+AttentionInterface.register(LISTENING, _listening_forward)
 
 
 class PagedLayer:
@@ -68,16 +100,25 @@ class PagedLayer:
         self.spec, self.backend, self.cache = spec, backend, cache
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
-        return self.backend.attend(self.spec, self.cache, query, key, value, how.sinks)
+        spec = self.spec
+        scaling = query.shape[3] ** -0.5 if how.scaling is None else how.scaling
+        asked = (scaling, how.softcap, how.sinks is not None, how.unknown)
+        if asked != (spec.scaling, spec.softcap, spec.has_sinks, ()):
+            raise ValueError(f"layer {spec.index} asks for another attention than before: {asked}")
+        return self.backend.attend(spec, self.cache, query, key, value, how.sinks)
 
 
-class _Probe:
-    """Stands in for one module during the probe forward and notes what its attention call brings."""
+class _Listener:
+    """Notes a module's attention calls."""
 
     def __init__(self, module: torch.nn.Module, found: list[tuple[torch.nn.Module, LayerSpec]]) -> None:
         self.module, self.found = module, found
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How, mask: torch.Tensor | None
+    ) -> None:
+        if NOT_CAUSAL in how.unknown:
+            raise ValueError(f"its attention looks both ways, as an encoder's does ({NOT_CAUSAL})")
         if how.unknown:
             raise ValueError(f"its attention asks for {', '.join(how.unknown)}, which packed rows do not have")
         spec = LayerSpec(
@@ -87,44 +128,110 @@ class _Probe:
             head_dim=query.shape[3],
             value_dim=value.shape[3],
             scaling=query.shape[3] ** -0.5 if how.scaling is None else float(how.scaling),
-            sliding_window=how.sliding_window,
+            sliding_window=window_behind(mask),
             softcap=how.softcap,
             has_sinks=how.sinks is not None,
         )
         self.found.append((self.module, spec))
-        # Only shapes matter here: the plain result of the first token's row would do as well.
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).contiguous()
 
 
 def probe_layers(model: PreTrainedModel, source: str) -> list[tuple[torch.nn.Module, LayerSpec]]:
-    """Find the attention layers by a forward pass over two tokens, in the order in which they run.
+    """Find the attention layers, in the order in which they run, and check that paged attention does what they do.
+
+    Two sequences of four tokens run as the model itself runs them, and then packed, in two steps. Leaves the model with
+    our attention, bound to no pages.
 
     Raises:
-        UsageError: The model does not take its attention from the AttentionInterface, or keeps another kind of state.
+        UsageError: The model does not take its attention from the AttentionInterface, keeps another kind of state, or
+            gives other logits on packed rows.
     """
-    found: list[tuple[torch.nn.Module, LayerSpec]] = []
     kind = model.config.model_type
-    model.set_attn_implementation(IMPLEMENTATION)
-    if model.config._attn_implementation != IMPLEMENTATION:
-        raise UsageError(f"{source!r} ({kind}) does not take its attention from transformers' AttentionInterface")
-    modules = list(model.modules())
-    for module in modules:
-        module.paged_attention = _Probe(module, found)
+    text = model.config.get_text_config(decoder=True)
+    tokens = torch.arange(1, 2 * LENGTH + 1, device=model.device).reshape(2, LENGTH) * 3 % text.vocab_size
     try:
-        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        positions = torch.arange(2, device=model.device)[None]
-        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+        found, own = _listen(model, tokens)
+        distinct = len({id(module) for module, _ in found})
+        if not len(found) == distinct == text.num_hidden_layers:
+            raise ValueError(
+                f"it has {text.num_hidden_layers} layers but {len(found)} attention calls in {distinct} modules, "
+                "as state-space, hybrid and layer-sharing models have"
+            )
+        _compare(_packed(model, found, tokens), own, model.dtype)
     except Exception as error:  # whatever a foreign architecture raises, the user wants one sentence
         raise UsageError(f"{source!r} ({kind}) cannot run on packed rows: {error}") from error
-    finally:
-        for module in modules:
-            del module.paged_attention
-    expected = model.config.get_text_config(decoder=True).num_hidden_layers
-    distinct = len({id(module) for module, _ in found})
-    if len(found) != expected or distinct != expected:
-        raise UsageError(
-            f"{source!r} ({kind}) has {expected} layers but {len(found)} attention calls in {distinct} modules; "
-            "state-space, hybrid and layer-sharing models cannot run here"
-        )
     return found
+
+
+def _listen(
+    model: PreTrainedModel, tokens: torch.Tensor
+) -> tuple[list[tuple[torch.nn.Module, LayerSpec]], torch.Tensor]:
+    """The layers, and the model's own logits [2, LENGTH, V]."""
+    found: list[tuple[torch.nn.Module, LayerSpec]] = []
+    _set_attention(model, LISTENING)
+    with _bound({module: _Listener(module, found) for module in model.modules()}):
+        own: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return found, own
+
+
+def _packed(
+    model: PreTrainedModel, layers: Sequence[tuple[torch.nn.Module, LayerSpec]], tokens: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Sequence, position and logits [V] of rows of two packed steps: three tokens and one, then one and three.
+
+    So each row stands where its position does not, beside a stranger, and both sequences go on from their pages.
+    """
+    _set_attention(model, IMPLEMENTATION)
+    backend = TorchPagedAttention()
+    bound = {
+        module: PagedLayer(spec, backend, backend.allocate(spec, 3, LENGTH, model.dtype, model.device))
+        for module, spec in layers
+    }
+    for cached, counts in (((0, 0), (3, 1)), ((3, 1), (1, 3))):
+        rows = [(s, p) for s in range(2) for p in range(cached[s], cached[s] + counts[s])]
+        starts, tables = np.array([0, counts[0], LENGTH], np.int32), np.array([[1], [2]], np.int32)
+        backend.begin(PackedRows(starts, np.array(cached, np.int32), tables, LENGTH))
+        positions = torch.tensor([[p for _, p in rows]], device=model.device)
+        with _bound(bound):
+            logits = model(
+                input_ids=torch.stack([tokens[s, p] for s, p in rows])[None],
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=torch.tensor(KEPT, device=model.device),
+            ).logits
+        if logits.shape[1] != len(KEPT):
+            raise ValueError("it computes the logits of every row, whether they are needed or not")
+        yield from ((*rows[row], logits[0, index]) for index, row in enumerate(KEPT))
+
+
+def _compare(packed: Iterator[tuple[int, int, torch.Tensor]], own: torch.Tensor, dtype: torch.dtype) -> None:
+    """In float32 every row must agree, else half of them: a rounded router may take another expert once in a while."""
+    scale = _finite(own).abs().max().clamp(min=1e-6)
+    apart = sorted(float((_finite(own[s, p]) - _finite(logits)).abs().max() / scale) for s, p, logits in packed)
+    exact = dtype == torch.float32
+    if not apart[-1 if exact else len(apart) // 2] <= (TOLERANCE if exact else COARSE_TOLERANCE):
+        raise ValueError(
+            "it lets sequences in one row change each other's results, or has an attention or positions of its own "
+            f"(logits differ by {apart[-1]:.2g} of their size)"
+        )
+
+
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """Tokens that can never come have a logit of minus infinity, and a broken weight makes NaN with any attention."""
+    return logits.float().nan_to_num(0.0, 0.0, 0.0)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError("it does not take its attention from transformers' AttentionInterface")
+
+
+@contextmanager
+def _bound(handlers: Mapping[torch.nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    for module, handler in handlers.items():
+        module.paged_attention = handler  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in handlers:
+            del module.paged_attention

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,14 +20,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from batchjobs.errors import UsageError
 from batchjobs.models import short_name
 from workers.engine import gguf
+from workers.engine.weights import check_weights
 
 log = logging.getLogger(__name__)
 
+DEFAULT_CONTEXT = 2048  # tokens, where a configuration names none
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,15 +63,18 @@ def load_model(source: str, *, device: torch.device, dtype: str) -> LoadedModel:
             config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
             refuse_unsupported(config, source)
             model, report = AutoModelForCausalLM.from_pretrained(
-                **where, dtype=_dtype(dtype, device, config), trust_remote_code=False, output_loading_info=True
+                **where,
+                dtype=_dtype(dtype, device, config),
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
             )
             tokenizer = _load_tokenizer(where, source)
         except UsageError:
             raise
         except Exception as error:  # whatever a broken checkpoint raises, the user wants one sentence
             raise UsageError(f"cannot load the model {source!r}: {_first_sentence(error)}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
-        raise UsageError(f"{source!r} is incomplete: {len(missing)} weights are missing, such as {missing[0]}")
+    check_weights(report, source)
     model.requires_grad_(False)
     model.eval().to(device)
     return LoadedModel(
@@ -101,6 +108,13 @@ def refuse_unsupported(config: Any, source: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{source!r} is an encoder-decoder model ({kind}); only decoder-only models can run here")
     text = config.get_text_config(decoder=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "takes more than text" if text is not config else "does not continue text"
+        raise UsageError(f"{source!r} is a model ({kind}) that {what}; only causal language models can run here")
+    quantized = getattr(config, "quantization_config", None)
+    if quantized and not AutoHfQuantizer.supports_quant_method(quantized):  # its weights would be taken as they are
+        method = quantized.get("quant_method")
+        raise UsageError(f"{source!r} is quantized by {method!r}, which the transformers library here cannot read")
     layer_types = set(getattr(text, "layer_types", None) or ())
     other = layer_types - {"full_attention", "sliding_attention"}
     if other:
@@ -140,6 +154,7 @@ def locate(source: str) -> dict[str, str]:
         if problem is None:
             return {"pretrained_model_name_or_path": str(gguf.converted(path))}
         log.warning("%s is read as it is, which takes long each time: %s", path.name, problem)
+        gguf.check_rope(path)
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.exists() and not (path / "config.json").is_file():
         raise UsageError(f"{source} holds no config.json: it is not a model folder")
@@ -167,11 +182,14 @@ def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
 
 
 def _context_length(config: Any) -> int:
+    """The configuration's own; YaRN may reach further than the length that the model was made for."""
     text = config.get_text_config(decoder=True)
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-        if isinstance(length := getattr(text, name, None), int):
-            return length
-    return 2048
+    lengths = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_sequence_length")]
+    length = next((n for n in lengths if isinstance(n, int)), DEFAULT_CONTEXT)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn":
+        length = max(length, int(rope["factor"] * rope.get("original_max_position_embeddings", length)))
+    return length
 
 
 def _eos_ids(
@@ -188,7 +206,13 @@ def _eos_ids(
 
 
 def _first_sentence(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings Python code of its own, which is never run; take a checkpoint that transformers can read alone"
+        )
+    if "the above report" in str(error):
+        return "weights are missing or do not fit its config.json"
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextmanager
