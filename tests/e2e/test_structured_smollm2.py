@@ -10,5 +10,5 @@ pytestmark = pytest.mark.xdist_group("smollm2")  # one model in memory
 
 
 def test_answers_of_smollm2_fit_random_schemas() -> None:
-    outputs, schemas = generate(16)
-    assert [problem(o, s) for o, s in zip(outputs, schemas, strict=True)] == [None] * 16
+    outputs, schemas = generate(24)
+    assert [problem(o, s) for o, s in zip(outputs, schemas, strict=True)] == [None] * 24

@@ -1,8 +1,8 @@
 """Answers that are held to a JSON schema, token by token, by the grammar library llguidance.
 
 A format is compiled once and copied for each answer. Whatever cannot be held is refused before a token is made: an
-invalid schema, a keyword that the library does not implement, a schema that is too large or takes too long. No answer is
-ever free text where a format was asked for.
+invalid schema, a keyword that the library does not implement, a schema that is too large or takes too long. No answer
+is ever free text where a format was asked for.
 
 Blanks: between two parts of the JSON text there may be one space, or one line break and up to 16 spaces. That is how
 models print JSON, compact or indented, and keeps small ones from running on in blanks for ever.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMPILED_FORMATS = 256  # kept, the least recently used one goes first
 MAX_SCHEMA_BYTES = 128 * 2**10
-MAX_COMPILE_SECONDS = 3
+MAX_COMPILE_SECONDS = 3  # of processor time
 WHITESPACE = r"(\n[ ]{0,16}|[ ])?"
 _OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}
 
@@ -126,8 +126,9 @@ class GrammarCompiler:
         if (reason := self._trial.fault(grammar)) is not None:
             return reason
         compiled = LLMatcher(vocabulary, grammar, log_level=0)
-        if not compiled.is_error():
-            compiled.compute_bitmask()  # finds a schema that no finite text fits
+        compiled.compute_bitmask()
+        if compiled.get_error().startswith("NoExtension"):
+            return "no text fits the schema"
         return compiled.get_error() if compiled.is_error() else compiled
 
     def _grammar_vocabulary(self) -> LLTokenizer:
@@ -170,16 +171,17 @@ class _Columns:
 _TRIAL = """
 import json, signal, sys
 from llguidance import LLMatcher, LLTokenizer
+signal.signal(signal.SIGPROF, signal.SIG_DFL)
 for line in sys.stdin:
-    signal.alarm(int(sys.argv[1]))
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     LLMatcher(LLTokenizer("byte"), json.loads(line), log_level=0).compute_bitmask()
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     print("done", flush=True)
 """
 
 
 class _Trial:
-    """A process that compiles each grammar first, and is ended by an alarm when that takes too long.
+    """A process that compiles each grammar first, and is ended by a timer where that takes too long.
 
     The library's limits do not hold for every schema (two dozen patterns for one string), and native code cannot be
     interrupted where it runs.
@@ -189,27 +191,32 @@ class _Trial:
         self._process: subprocess.Popen[str] | None = None
 
     def fault(self, grammar: str) -> str | None:
-        """Why the grammar must not be compiled here; None when it may. A grammar with an error may."""
-        if self._process is None:
-            command = [sys.executable, "-P", "-c", _TRIAL, str(MAX_COMPILE_SECONDS)]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-            )
-            self._end = weakref.finalize(self, self._process.__exit__, None, None, None)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            print(json.dumps(grammar), file=self._process.stdin, flush=True)
-            if self._process.stdout.readline():
-                return None
-        except BrokenPipeError:
-            pass  # it has ended, as its code says
-        process, self._process = self._process, None
+        """Why the grammar must not be compiled here; None where it may, though it can have errors."""
+        process, self._process = self._running(), None  # whatever interrupts this, the next grammar gets its own answer
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps(grammar), file=process.stdin, flush=True)
+        if process.stdout.readline():
+            self._process = process
+            return None
         self._end()
-        if process.returncode == -signal.SIGALRM:
+        if process.returncode == -signal.SIGPROF:
             return f"the schema takes more than {MAX_COMPILE_SECONDS} seconds to compile"
         return f"the compiler ended with code {process.returncode}"
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        command = [sys.executable, "-P", "-c", _TRIAL, str(MAX_COMPILE_SECONDS)]
+        pipe = subprocess.PIPE
+        try:  # in a session of its own: an interrupt from the keyboard is for the worker alone
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+            )
+        except OSError as error:
+            raise _unsupported(f"no process can be started to try it: {error}") from error
+        self._end = weakref.finalize(self, process.__exit__, None, None, None)
+        return process
 
 
 def _schema(response_format: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -251,4 +258,7 @@ def _unsupported(reason: str) -> PromptError:
 
 
 def _one_line(reason: object) -> str:
-    return " ".join(str(reason).split())[:300]
+    text = str(reason)
+    for not_for_readers in ("<state>", " Enable 'coerce_one_of'"):  # the library's inside, and what cannot be set here
+        text = text.partition(not_for_readers)[0]
+    return " ".join(text.split())[:300]
