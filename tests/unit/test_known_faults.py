@@ -413,3 +413,14 @@ def test_num_01_what_is_not_finite_in_one_prompt_stays_out_of_a_shared_beginning
         assert code(bad) == "non_finite_logits"
         assert (after.error, after.cached_tokens) == (None, 8)
         assert after.token_ids == good.token_ids
+
+
+def test_an_end_token_that_the_model_has_no_logits_for_harms_nobody(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside ``min_tokens``, which bans every end token."""
+    engine = make(llama)
+    monkeypatch.setattr(engine._admission, "_eos_ids", frozenset({1, VOCAB_SIZE + 7}))
+    output = engine.generate([[5, 6]], SamplingParams(temperature=0, min_tokens=3, max_tokens=8))[0]
+    assert output.error is None
+    assert len(output.token_ids) >= 3

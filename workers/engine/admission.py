@@ -88,7 +88,8 @@ class Admission:
                 texts.append(stop)
             else:
                 ids.add(special)  # special tokens never show in the text, so the token itself is watched for
-        return frozenset(ids), texts
+        # Some tokenizers know tokens that their model has no logits for: they can never come.
+        return frozenset(i for i in ids if i < self._vocab_size), texts
 
     def _check(self, request: EngineRequest) -> None:
         length, sampling = len(request.prompt_ids), request.sampling

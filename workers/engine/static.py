@@ -24,8 +24,8 @@ def generate_in_static_batches(
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
         longest = max(wanted)
         made = model.generate(
-            ids,
-            attention_mask=mask,
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
             do_sample=False,
             min_new_tokens=longest,
             max_new_tokens=longest,

@@ -202,7 +202,7 @@ class _Trial:
         self._end()
         if process.returncode == -signal.SIGPROF:
             return f"the schema takes more than {MAX_COMPILE_SECONDS} seconds to compile"
-        return f"the compiler ended with code {process.returncode}"
+        raise _unsupported(f"its compiler ended with code {process.returncode}")  # may go better the next time
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
