@@ -25,7 +25,6 @@ from workers.engine.config import EngineConfig
 from workers.engine.layers import PagedLayer, probe_layers
 from workers.engine.offload import HostCache, PageCopy, host_pages
 from workers.engine.sampler import sample, score
-from workers.engine.selfcheck import ROWS, check_isolation
 
 if TYPE_CHECKING:
     from workers.engine.models import LoadedModel
@@ -85,15 +84,6 @@ class Runner:
         self._bind(layers)
         self._last_tokens = torch.zeros(config.max_requests_per_batch, dtype=torch.long, device=self.device)
         self._started = 0.0
-        if self.num_pages > 2 * ROWS:  # a cache that small serves nobody but tests
-            check_isolation(
-                lambda batch: self.forward(batch, ()),
-                vocab_size=loaded.model.config.get_text_config(decoder=True).vocab_size,
-                page_size=config.page_size,
-                groups=len(self.groups),
-                dtype=loaded.model.dtype,
-                source=loaded.name,
-            )
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, copies: Sequence[PageCopy]) -> torch.Tensor:
