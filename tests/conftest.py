@@ -7,6 +7,7 @@ import os
 # Tests run side by side, and on tiny models a second thread costs more than it brings. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.support.llama import llama
 from tests.support.machine import embedded, home
 from tests.support.redis import redis_server, redis_url
 from tests.support.sql import database_url, empty_database_url, migrated_sqlite_file, postgres_server, store
@@ -16,6 +17,7 @@ __all__ = [
     "embedded",
     "empty_database_url",
     "home",
+    "llama",
     "migrated_sqlite_file",
     "postgres_server",
     "redis_server",

@@ -8,16 +8,11 @@ import orjson
 import pytest
 
 from batchjobs.errors import BatchjobsError, UsageError
-from tests.support.models import load_reference, save_model, solo_greedy
+from tests.support.models import load_reference, solo_greedy
 from workers import bench as module
 from workers.bench import BASELINES, OurEngine, bench
 from workers.engine.static import generate_in_static_batches
 from workers.workloads import WORKLOADS, Work, mixed_64, workload
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

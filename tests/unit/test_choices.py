@@ -8,18 +8,9 @@ from pathlib import Path
 import pytest
 
 from batchjobs.types import FinishReason
-from tests.support.models import VOCAB_SIZE, load_reference, save_model, solo_greedy
-from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
-
-
-def make(folder: Path, **settings: object) -> Engine:
-    chosen = {"device": "cpu", "page_size": 4, "num_blocks": 200, "max_requests_per_batch": 8} | settings
-    return Engine(str(folder), EngineConfig(**chosen))  # type: ignore[arg-type]
+from tests.support.engines import make
+from tests.support.models import VOCAB_SIZE, load_reference, solo_greedy
+from workers.engine import EngineOutput, EngineRequest, SamplingParams
 
 
 def prompt(length: int = 21, seed: int = 1) -> list[int]:

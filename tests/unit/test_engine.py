@@ -10,28 +10,14 @@ import torch
 
 from batchjobs.errors import UsageError
 from batchjobs.types import FinishReason
+from tests.support.engines import make, prompts
 from tests.support.models import VOCAB_SIZE, load_reference, save_chat_model, save_model, solo_greedy
 from workers.engine import Engine, EngineConfig, EngineRequest, PromptError, SamplingParams
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("chat"))
-
-
-def make(folder: Path, **settings: object) -> Engine:
-    chosen = {"device": "cpu", "page_size": 4, "num_blocks": 200, "max_requests_per_batch": 8} | settings
-    return Engine(str(folder), EngineConfig(**chosen))  # type: ignore[arg-type]
-
-
-def prompts(count: int, seed: int = 1) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(count)]
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

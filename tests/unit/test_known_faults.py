@@ -14,6 +14,8 @@ import torch
 
 from batchjobs.errors import InvalidParameter
 from batchjobs.types import FinishReason
+from tests.support import engines
+from tests.support.engines import prompts
 from tests.support.models import (
     VOCAB_SIZE,
     load_reference,
@@ -22,13 +24,8 @@ from tests.support.models import (
     save_model,
     solo_greedy,
 )
-from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest, PromptError, SamplingParams
+from workers.engine import Engine, EngineOutput, EngineRequest, PromptError, SamplingParams
 from workers.engine import sequence as sequence_module
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +34,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, **settings: object) -> Engine:
-    chosen = {"device": "cpu", "page_size": 4, "num_blocks": 400, "max_requests_per_batch": 8} | settings
-    return Engine(str(folder), EngineConfig(**chosen))  # type: ignore[arg-type]
-
-
-def prompts(count: int, seed: int = 1) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(count)]
+    return engines.make(folder, **({"num_blocks": 400} | settings))
 
 
 def code(output: EngineOutput) -> str | None:

@@ -9,16 +9,11 @@ import pytest
 import torch
 
 from batchjobs.types import FinishReason
-from tests.support.models import VOCAB_SIZE, save_model
+from tests.support.models import VOCAB_SIZE
 from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest, SamplingParams
 from workers.engine.offload import HostPool, host_pages
 
 SAMPLING = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True, frequency_penalty=0.5)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:

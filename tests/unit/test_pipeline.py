@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from pathlib import Path
 
@@ -10,23 +9,14 @@ import pytest
 import torch
 
 from batchjobs.types import FinishReason
-from tests.support.models import VOCAB_SIZE, save_chat_model, save_model
-from workers.engine import Engine, EngineConfig, EngineRequest, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
+from tests.support import engines
+from tests.support.engines import prompts
+from tests.support.models import save_chat_model
+from workers.engine import Engine, EngineRequest, SamplingParams
 
 
 def make(folder: Path, **settings: object) -> Engine:
-    chosen = {"device": "cpu", "page_size": 4, "num_blocks": 200, "max_requests_per_batch": 4} | settings
-    return Engine(str(folder), EngineConfig(**chosen))  # type: ignore[arg-type]
-
-
-def prompts(count: int, seed: int = 1) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(count)]
+    return engines.make(folder, **({"max_requests_per_batch": 4} | settings))
 
 
 MIXED = [

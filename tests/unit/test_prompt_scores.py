@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -10,24 +9,15 @@ import torch
 
 from batchjobs.errors import InvalidParameter
 from batchjobs.types import FinishReason
-from tests.support.models import VOCAB_SIZE, load_reference, recomputed_logprobs, save_model, solo_greedy
-from workers.engine import Engine, EngineConfig, EngineRequest, SamplingParams, scheduler
+from tests.support import engines
+from tests.support.engines import make
+from tests.support.models import load_reference, recomputed_logprobs, solo_greedy
+from workers.engine import EngineRequest, SamplingParams, scheduler
 from workers.engine.requests import EngineOutput
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
-
-
-def make(folder: Path, **settings: object) -> Engine:
-    chosen = {"device": "cpu", "page_size": 4, "num_blocks": 200, "max_requests_per_batch": 8} | settings
-    return Engine(str(folder), EngineConfig(**chosen))  # type: ignore[arg-type]
-
-
 def prompts(count: int = 6, seed: int = 1) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 40))] for _ in range(count)]
+    return engines.prompts(count, seed, longest=40)
 
 
 def assert_scored(outputs: list[EngineOutput], folder: Path, asked: list[list[int]]) -> None:

@@ -17,9 +17,10 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from batchjobs.types import FinishReason
+from tests.support import engines
 from tests.support.models import save_chat_model
 from tests.support.schemas import random_schema, response_format
-from workers.engine import Engine, EngineConfig, PromptError, SamplingParams, structured
+from workers.engine import Engine, PromptError, SamplingParams, structured
 from workers.engine.structured import COMPILED_FORMATS, GrammarCompiler, GrammarMatcher
 
 VOCABULARY = 300  # of the logits; the tokenizer has 259
@@ -328,8 +329,7 @@ def test_text_is_no_format(compiler: GrammarCompiler) -> None:
 
 
 def make(folder: Path, **settings: object) -> Engine:
-    chosen = {"device": "cpu", "page_size": 4, "num_blocks": 500, "max_requests_per_batch": 8} | settings
-    return Engine(str(folder), EngineConfig(**chosen))  # type: ignore[arg-type]
+    return engines.make(folder, **({"num_blocks": 500} | settings))
 
 
 def asking(schema: dict[str, Any], **more: Any) -> SamplingParams:

@@ -15,7 +15,6 @@ import transformers
 
 from batchjobs.errors import InvalidParameter, UsageError
 from batchjobs.types import FinishReason
-from tests.support.models import save_model
 from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest, SamplingParams
 from workers.engine.runner import Runner
 
@@ -323,11 +322,6 @@ def test_every_row_that_names_something_of_ours_is_shown_by_a_test() -> None:
 
 
 # What the rows say
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 def make(folder: Path, **settings: object) -> Engine:

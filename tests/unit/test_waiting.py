@@ -9,7 +9,7 @@ import pytest
 
 from batchjobs.errors import UsageError
 from batchjobs.types import FinishReason, SamplingParams
-from tests.support.models import VOCAB_SIZE, save_model
+from tests.support.models import VOCAB_SIZE
 from workers.engine import Engine, EngineConfig, EngineRequest
 from workers.engine.sequence import Sequence
 from workers.engine.waiting import WaitingQueue
@@ -63,11 +63,6 @@ def test_prefix_lets_one_lead_its_group_while_other_groups_start() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(UsageError, match="fifo, prefix, longest_first"):
         EngineConfig(scheduler_type="random")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("policy", ["fifo", "prefix", "longest_first"])
