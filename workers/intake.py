@@ -261,6 +261,7 @@ class Intake(threading.Thread):
         try:
             prompt_ids = encode(self._loop.engine, request)
             engine_request = EngineRequest(request_id(lease, request.index), prompt_ids, request.sampling)
+            self._loop.engine.compile_format(engine_request.sampling.response_format)
         except (PromptError, InvalidParameter) as error:
             code = error.code if isinstance(error, PromptError) else "invalid_request"
             self._fail(lease, request.index, code, str(error))

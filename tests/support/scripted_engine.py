@@ -134,7 +134,12 @@ class ScriptedEngine:
         self.warmed += 1
 
     def stats(self) -> EngineStats:
-        known = {"running": len(self._running), "waiting": len(self._waiting), "steps": self.steps}
+        known = {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "unbegun": len(self._waiting),
+            "steps": self.steps,
+        }
         return EngineStats(**{each.name: known.get(each.name, 0) for each in fields(EngineStats)})
 
     def _collect(self) -> list[EngineOutput]:

@@ -50,6 +50,9 @@ class StubEngine:
     ) -> tuple[int, ...]:
         return self.encode_prompt("\n".join(str(message["content"]) for message in messages))
 
+    def compile_format(self, response_format: Mapping[str, Any] | None) -> None:
+        """The stub holds its answers to nothing."""
+
 
 def expected_text(prompt: str, max_tokens: int, choice: int = 0) -> str:
     """What the stub answers."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AddedToken, AutoTokenizer
 
 from batchjobs.errors import InvalidParameter
 from batchjobs.types import FinishReason
@@ -26,6 +27,7 @@ from tests.support.models import (
 )
 from workers.engine import Engine, EngineOutput, EngineRequest, PromptError, SamplingParams
 from workers.engine import sequence as sequence_module
+from workers.engine.text import Vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,19 @@ def test_sp_02_a_stop_string_that_is_a_special_token_ends_the_answer(chat_model:
     forced = SamplingParams(temperature=0, max_tokens=20, stop=("<|im_start|>",), logit_bias={special: 100.0})
     output = engine.generate(["hi"], forced)[0]
     assert (output.finish_reason, output.token_ids, output.text) == (FinishReason.STOP, (special,), "")
+
+
+def test_sp_02_a_special_token_that_only_the_tokenizers_table_knows_ends_it_too(tmp_path: Path) -> None:
+    """As Llama 3's end of a turn: special, and not among the tokenizer's named ones."""
+    folder = save_chat_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken("<|turn|>", special=True)])
+    assert (added := tokenizer.convert_tokens_to_ids("<|turn|>")) not in tokenizer.all_special_ids
+    vocabulary = Vocabulary(tokenizer)
+    assert vocabulary.special_id("<|turn|>") == added
+    assert vocabulary.is_special(added)
+    assert vocabulary.is_left_out(added)
+    assert vocabulary.decode([added]) == ""
 
 
 def test_sp_03_a_seeded_answer_stands_beside_unseeded_neighbours(llama: Path) -> None:

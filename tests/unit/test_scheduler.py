@@ -115,6 +115,26 @@ def test_the_share_of_max_tokens_that_answers_use_is_learned() -> None:
     assert scheduler.expected_answer_share == pytest.approx(0.1, abs=0.01)
 
 
+def test_requests_count_as_unbegun_until_their_first_choice_starts() -> None:
+    scheduler = make(max_requests_per_batch=2)
+    sampling = SamplingParams(max_tokens=4, n=3)
+    choices = [
+        Sequence(EngineRequest("a", (3, 4, 5), sampling), limit=4, seed=0, stop_ids=frozenset(), choice=choice)
+        for choice in range(3)
+    ]
+    choices[0].followers = choices[1:]
+    scheduler.add(choices[0])
+    second, third = add(scheduler, "b", 3), add(scheduler, "c", 3)
+    assert (scheduler.unbegun, scheduler.num_waiting) == (3, 5)
+    scheduler.schedule()
+    assert (scheduler.unbegun, scheduler.num_waiting) == (1, 3)  # two choices, and one request
+    scheduler._preempt(second)
+    assert scheduler.unbegun == 1
+    third.finish_reason = FinishReason.CANCELLED
+    scheduler.finish(third)
+    assert scheduler.unbegun == 0
+
+
 @pytest.mark.parametrize("host", [0, 50])
 def test_the_youngest_gives_way_and_comes_back_first(host: int) -> None:
     scheduler = make(7, host=host)  # 6 pages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -402,3 +403,42 @@ def test_where_a_ban_and_a_format_leave_nothing_the_request_fails(chat_model: Pa
     output = make(chat_model).generate(["x"], sampling)[0]
     assert output.error is not None
     assert output.error.code == "no_token_allowed"
+
+
+def test_nobody_whose_format_is_known_waits_while_another_is_compiled(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, EOS)
+    compiler.matcher(response_format({"const": 1}))
+    compile_one, begun, go_on = compiler._compile, threading.Event(), threading.Event()
+
+    def slow(schema: str) -> object:
+        begun.set()
+        assert go_on.wait(60)
+        return compile_one(schema)
+
+    monkeypatch.setattr(compiler, "_compile", slow)
+    thread = threading.Thread(target=compiler.matcher, args=(response_format({"const": 2}),))
+    thread.start()
+    assert begun.wait(60)
+    assert compiler.matcher(response_format({"const": 1})) is not None  # would never come back
+    go_on.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_trial_that_is_stopped_or_killed_refuses_its_request_and_not_the_next(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    monkeypatch.setattr(structured, "MAX_TRIAL_SECONDS", 0.5)
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, EOS)
+    compiler.matcher(response_format({"const": 1}))
+    process = compiler._trial._process
+    assert process is not None
+    monkeypatch.setattr(compiler._trial, "_running", lambda: process)
+    process.send_signal(sent)
+    with pytest.raises(PromptError) as refused:
+        compiler.matcher(response_format({"const": 2}))
+    assert refused.value.code == "response_format_not_supported"
+    monkeypatch.undo()
+    assert compiler.matcher(response_format({"const": 2})) is not None

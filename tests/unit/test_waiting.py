@@ -60,6 +60,21 @@ def test_prefix_lets_one_lead_its_group_while_other_groups_start() -> None:
     assert drain(queue) == ["a2"]
 
 
+def test_a_beginning_is_computed_once_also_for_those_that_come_while_its_leader_computes_it() -> None:
+    queue = WaitingQueue("prefix", PAGE)
+    first, late = sequence("a1", [1, 2, 3, 4, 9]), sequence("a2", [1, 2, 3, 4, 8])
+    queue.add(first)
+    assert queue.next() is first
+    assert queue.next() is None
+    queue.add(late)
+    assert queue.next() is None  # it waits for what the first one is computing
+    first.computed = 5
+    assert queue.next() is late
+    late.computed = 5
+    assert queue.next() is None
+    assert queue._order._groups == {}  # type: ignore[attr-defined]
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(UsageError, match="fifo, prefix, longest_first"):
         EngineConfig(scheduler_type="random")

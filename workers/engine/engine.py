@@ -76,6 +76,7 @@ class Engine:
             host=HostPool(self.runner.host_pages),
         )
         self.observer = observer or EngineObserver()
+        self._grammars = GrammarCompiler(loaded.tokenizer, self.vocab_size, loaded.eos_ids)
         self._admission = Admission(
             pool=self.pool,
             max_chunk=self.config.max_batch_tokens,
@@ -83,7 +84,7 @@ class Engine:
             vocab_size=self.vocab_size,
             eos_ids=loaded.eos_ids,
             vocabulary=self.vocabulary,
-            grammars=GrammarCompiler(loaded.tokenizer, self.vocab_size, loaded.eos_ids),
+            grammars=self._grammars,
             seed=self.config.seed,
         )
         self._pipeline = Pipeline(self.runner, depth=self._depth(), vocab_size=self.vocab_size)
@@ -110,6 +111,15 @@ class Engine:
     ) -> tuple[int, ...]:
         """Token ids of a conversation in the model's chat template. Raises PromptError."""
         return self.prompts.chat(messages, template_kwargs)
+
+    def compile_format(self, response_format: Mapping[str, Any] | None) -> None:
+        """Compile a response format before its request comes, so that no step waits for it. From any thread.
+
+        Raises:
+            PromptError: No answer can be held to it.
+        """
+        if response_format is not None:
+            self._grammars.matcher(response_format)
 
     @property
     def has_work(self) -> bool:
@@ -211,6 +221,7 @@ class Engine:
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
+            unbegun=self.scheduler.unbegun,
             kv_usage_ratio=self.pool.usage_ratio,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,

@@ -271,7 +271,7 @@ class EngineLoop:
             self._outbox.put_deltas(self.engine.take_deltas())
         if self._inbox.max_queue_size:
             with self._lock:
-                self._inbox.waiting = self.engine.stats().waiting
+                self._inbox.waiting = self.engine.stats().unbegun
                 self._outbox.news.notify_all()
         for output in outputs:
             self._outbox.put(output)

@@ -87,11 +87,12 @@ class EngineOutput:
 class EngineStats:
     """Figures of a moment, and counters since the start.
 
-    ``prompt_tokens`` counts prompt tokens computed (again after preemption too), ``generated_tokens`` those sampled,
-    ``cached_tokens`` prompt tokens of finished requests that were found in the cache, ``recomputed_tokens`` rows that
-    were computed before. ``preemptions`` counts sequences that gave way, ``offloaded_sequences`` those of them whose
-    pages went to CPU memory, ``offloaded_pages`` the pages that are there now. ``ticked_at`` is the monotonic time of
-    the loop's last pass, 0 without a loop.
+    ``running`` and ``waiting`` count choices, those that gave way among the waiting; ``unbegun`` counts requests of
+    which nothing has run yet. ``prompt_tokens`` counts prompt tokens computed (again after preemption too),
+    ``generated_tokens`` those sampled, ``cached_tokens`` prompt tokens of finished requests that were found in the
+    cache, ``recomputed_tokens`` rows that were computed before. ``preemptions`` counts sequences that gave way,
+    ``offloaded_sequences`` those of them whose pages went to CPU memory, ``offloaded_pages`` the pages that are there
+    now. ``ticked_at`` is the monotonic time of the loop's last pass, 0 without a loop.
     """
 
     running: int
@@ -101,6 +102,7 @@ class EngineStats:
     generated_tokens: int
     preemptions: int
     steps: int
+    unbegun: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     offloaded_sequences: int = 0

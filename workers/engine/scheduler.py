@@ -83,6 +83,7 @@ class Scheduler:
         self.preemptions = self.offloads = 0
         self._copies: list[PageCopy] = []
         self._live = 0
+        self.unbegun = 0  # requests, however many choices each asks for, of which nothing has run yet
         self._free_slots = list(range(max_requests_per_batch - 1, -1, -1))
         self.expected_answer_share = 1.0
 
@@ -97,6 +98,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its followers come after it by themselves."""
         self._live += 1 + len(sequence.followers)
+        self.unbegun += 1
         self.waiting.add(sequence)
 
     def schedule(self) -> list[Scheduled]:
@@ -129,6 +131,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended and free what it held."""
         self._live -= 1
+        self.unbegun -= sequence.choice == 0 and sequence.started is None
         self.observer.left(sequence)
         if sequence.slot >= 0:
             self._stop_running(sequence)
@@ -208,6 +211,7 @@ class Scheduler:
         self._take_prefix(sequence, prefix)
         if sequence.offloaded is not None:
             self._bring_back(sequence, sequence.offloaded)
+        self.unbegun -= sequence.choice == 0 and sequence.started is None
         sequence.start()
         self.running.append(sequence)
         self.observer.admitted(sequence)

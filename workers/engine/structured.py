@@ -11,6 +11,7 @@ models print JSON, compact or indented, and keeps small ones from running on in 
 from __future__ import annotations
 
 import json
+import select
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 COMPILED_FORMATS = 256  # kept, the least recently used one goes first
 MAX_SCHEMA_BYTES = 128 * 2**10
 MAX_COMPILE_SECONDS = 3  # of processor time
+MAX_TRIAL_SECONDS = 60  # by the clock, on a machine that is busy otherwise
 WHITESPACE = r"(\n[ ]{0,16}|[ ])?"
 _OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}
 
@@ -90,7 +93,8 @@ class GrammarCompiler:
         self._columns = _Columns.of(vocab_size, vocab_size, eos_ids)
         self._trial = _Trial()
         self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()  # or why it is refused
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the compiled ones
+        self._compiling = threading.Lock()  # one schema at a time; nobody whose format is known waits for it
 
     def matcher(self, response_format: Mapping[str, Any]) -> GrammarMatcher | None:
         """A matcher at the beginning of the format; None for ``{"type": "text"}``.
@@ -101,12 +105,24 @@ class GrammarCompiler:
         if response_format.get("type") == "text":
             return None
         schema = _text(_schema(response_format))
+        if (matcher := self._known(schema)) is not None:
+            return matcher
+        with self._compiling:
+            if (matcher := self._known(schema)) is not None:  # another thread wanted it too
+                return matcher
+            compiled = self._compile(schema)
+            with self._lock:
+                self._compiled[schema] = compiled
+                if len(self._compiled) > COMPILED_FORMATS:
+                    self._compiled.popitem(last=False)
+            return self._known(schema)
+
+    def _known(self, schema: str) -> GrammarMatcher | None:
+        """A matcher of a schema that was compiled before. Raises PromptError if it was refused then."""
         with self._lock:
             compiled = self._compiled.get(schema)
             if compiled is None:
-                compiled = self._compiled[schema] = self._compile(schema)
-                if len(self._compiled) > COMPILED_FORMATS:
-                    self._compiled.popitem(last=False)
+                return None
             self._compiled.move_to_end(schema)
             if isinstance(compiled, str):
                 raise _invalid(compiled)
@@ -195,10 +211,15 @@ class _Trial:
         process, self._process = self._running(), None  # whatever interrupts this, the next grammar gets its own answer
         assert process.stdin is not None
         assert process.stdout is not None
-        print(json.dumps(grammar), file=process.stdin, flush=True)
-        if process.stdout.readline():
-            self._process = process
-            return None
+        try:
+            print(json.dumps(grammar), file=process.stdin, flush=True)
+            if not select.select([process.stdout], [], [], MAX_TRIAL_SECONDS)[0]:
+                process.kill()  # stopped, or left without a processor
+            if process.stdout.readline():
+                self._process = process
+                return None
+        except BrokenPipeError:
+            pass  # it has just ended, as its code says
         self._end()
         if process.returncode == -signal.SIGPROF:
             return f"the schema takes more than {MAX_COMPILE_SECONDS} seconds to compile"
@@ -215,8 +236,13 @@ class _Trial:
             )
         except OSError as error:
             raise _unsupported(f"no process can be started to try it: {error}") from error
-        self._end = weakref.finalize(self, process.__exit__, None, None, None)
+        self._end = weakref.finalize(self, _close, process)
         return process
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    with suppress(BrokenPipeError):  # what was written to it last may not have been read
+        process.__exit__(None, None, None)
 
 
 def _schema(response_format: Mapping[str, Any]) -> Mapping[str, Any]:

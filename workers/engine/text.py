@@ -38,8 +38,9 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._texts: dict[int, TokenText] = {}
         self._bytes: dict[int, bytes] = {}
-        self._special = frozenset(tokenizer.all_special_ids) if tokenizer is not None else frozenset()
         self._added = tokenizer.added_tokens_decoder if tokenizer is not None else {}
+        named = frozenset(tokenizer.all_special_ids) if tokenizer is not None else frozenset()
+        self._special = named | {number for number, token in self._added.items() if token.special}
         self._style = _style(tokenizer) if tokenizer is not None else "none"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -59,9 +60,7 @@ class Vocabulary:
         """Whether :meth:`decode` passes over it: a special token, or an id beyond the vocabulary."""
         if self._tokenizer is None or token in self._special:
             return True
-        if token in self._added:
-            return bool(self._added[token].special)
-        return not isinstance(self._tokenizer.convert_ids_to_tokens(token), str)
+        return token not in self._added and not isinstance(self._tokenizer.convert_ids_to_tokens(token), str)
 
     def is_lone_byte(self, token: int) -> bool:
         """Whether the token is one byte, spelled ``<0x0A>``. What a run of these reads as depends on the whole run."""

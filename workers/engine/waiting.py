@@ -102,16 +102,24 @@ class _Prefix:
         self._groups.setdefault(beginning, _Group()).members.append(sequence)
 
     def next(self) -> Sequence | None:
+        over: list[tuple[int, ...]] = []  # nobody waits in them, and nobody computes their beginning any more
+        found = None
         for beginning, group in self._groups.items():
             if not group.is_ready:
                 continue
-            sequence = group.members.popleft()
-            if not sequence.is_finished:
-                group.leader = group.leader if group.leader and not group.leader.is_finished else sequence
-            if not group.members:
-                del self._groups[beginning]
-            return sequence
-        return None
+            if group.members:
+                found = self._take(group)
+                break
+            over.append(beginning)
+        for beginning in over:
+            del self._groups[beginning]
+        return found
+
+    def _take(self, group: _Group) -> Sequence:
+        sequence = group.members.popleft()
+        if not sequence.is_finished:
+            group.leader = group.leader if group.leader and not group.leader.is_finished else sequence
+        return sequence
 
 
 _ORDERS: dict[str, type[_Fifo] | type[_LongestFirst] | type[_Prefix]] = {
