@@ -301,11 +301,32 @@ class ShardId:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to write a shard's outcomes until somebody else claims it: then ``fence`` no longer matches."""
+    """The right to write a shard's outcomes until somebody else claims it: then ``fence`` no longer matches.
+
+    One that is ``alone`` took its workers down before, and is to run with nothing beside it.
+    """
 
     shard: ShardId
     fence: int
     attempt: int
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What there is of one choice of an unfinished request: enough for another worker to go on behind it.
+
+    Fields as in :class:`Completion`: one entry a token so far, logprobs as natural logarithms, ``token_times`` in
+    seconds since ``started_at``.
+    """
+
+    choice: int = 0
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenText, ...]
+    logprobs: tuple[float, ...]
+    token_times: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    started_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 
-from batchjobs.types import FinishReason, SamplingParams
+from batchjobs.types import FinishReason, Progress, SamplingParams
 from tests.support.waiting import eventually
 from workers.engine.requests import EngineDelta, EngineOutput, EngineRequest, EngineStats
 from workers.engine.text import Vocabulary
@@ -32,6 +32,20 @@ class ScriptedConfig:
 class _Sequence:
     request: EngineRequest
     tokens: int = 0
+
+    def progress(self) -> tuple[Progress, ...]:
+        ids = tuple(range(1, self.tokens + 1))
+        return tuple(
+            Progress(
+                choice=choice,
+                token_ids=ids,
+                tokens=tuple(map(str, ids)),
+                logprobs=tuple(-float(n) for n in ids),
+                token_times=tuple(n / 10 for n in ids),
+                started_at=NOON,
+            )
+            for choice in range(self.request.sampling.n)
+        )
 
     def output(self, reason: FinishReason, vocabulary: Vocabulary, choice: int = 0) -> EngineOutput:
         ids = tuple(range(1, self.tokens + 1))
@@ -129,6 +143,11 @@ class ScriptedEngine:
         self.threads.add(threading.get_ident())
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    def progress(self) -> dict[Hashable, tuple[Progress, ...]]:
+        self.threads.add(threading.get_ident())
+        running = {name: sequence for name, sequence in self._running.items() if sequence.tokens}
+        return {name: sequence.progress() for name, sequence in running.items()}
 
     def warmup(self) -> None:
         self.warmed += 1

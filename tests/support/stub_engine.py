@@ -3,22 +3,28 @@
 The words depend on the prompt and the choice alone, so that a test knows every answer in advance. A token of a prompt
 is a character. Some prompts are special:
 
-- one that holds "untokenizable" raises PromptError, and one that holds "explode" kills the engine's thread;
+- one that holds "untokenizable" raises PromptError, one that holds "explode" kills the engine's thread, and one that
+  holds "exit" its whole process;
 - of one that holds "uneven", choice 0 stops by itself after its first token; and of one that holds "faulty", choice 1
   fails after its first;
 - a response format whose schema has ``"type": "impossible"`` fails as one of which no grammar can be made.
+
+A request that was begun elsewhere goes on behind its tokens, which keep their logprobs and times. Two stubs with
+different ``logprob`` show which of them made which token.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from batchjobs.types import FinishReason, RequestError
+from batchjobs.types import FinishReason, Progress, RequestError, TokenText
 from workers.engine.loop import EngineStopped
 from workers.engine.requests import EngineOutput, EngineRequest, EngineStats, PromptError, PromptScores
 
@@ -30,11 +36,13 @@ class StubVocabulary:
 
 class StubEngine:
     model_name = "stub"
-    model_version = "stub-1"
     device = "cpu"
     dtype = "float32"
     max_model_len = 4096
     vocabulary = StubVocabulary()
+
+    def __init__(self, model_version: str = "stub-1") -> None:
+        self.model_version = model_version
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -56,21 +64,46 @@ class StubEngine:
 
 def expected_text(prompt: str, max_tokens: int, choice: int = 0) -> str:
     """What the stub answers."""
-    return " ".join(_words(len(prompt), choice, max_tokens))
+    return " ".join(_word(len(prompt), choice, position) for position in range(max_tokens))
 
 
-def _words(prompt_tokens: int, choice: int, count: int) -> tuple[str, ...]:
+def _word(prompt_tokens: int, choice: int, position: int) -> str:
     """The first choice has words such as ``8.0``, the second ``8.0b``, the third ``8.0c``."""
     mark = chr(ord("a") + choice) if choice else ""
-    return tuple(f"{prompt_tokens}.{position}{mark}" for position in range(count))
+    return f"{prompt_tokens}.{position}{mark}"
 
 
 @dataclass
 class _Choice:
     number: int
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    tokens: list[TokenText] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     reason: FinishReason | None = None
     error: RequestError | None = None
+
+    def go_on(self, begun: Progress) -> None:
+        self.token_ids, self.tokens = list(begun.token_ids), list(begun.tokens)
+        self.logprobs, self.times = list(begun.logprobs), list(begun.token_times)
+
+    def take(self, logprob: float, seconds: float) -> None:
+        position = len(self.token_ids)
+        self.token_ids.append(position)
+        self.tokens.append(_word(self.prompt_tokens, self.number, position))
+        self.logprobs.append(logprob)
+        self.times.append(max([seconds, *self.times[-1:]]))
+
+    def progress(self, started_at: datetime) -> Progress:
+        return Progress(
+            choice=self.number,
+            token_ids=tuple(self.token_ids),
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            token_times=tuple(self.times),
+            started_at=started_at,
+        )
 
 
 @dataclass
@@ -79,12 +112,17 @@ class _Sequence:
 
     request: EngineRequest
     on_finish: Callable[[EngineOutput], None]
+    logprob: float
     started_at: datetime | None = None
-    started: float = 0.0
+    started: float = 0.0  # the same instant by the monotonic clock
     choices: list[_Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.choices = [_Choice(number) for number in range(self.request.sampling.n)]
+        length = len(self.request.prompt_ids)
+        self.choices = [_Choice(number, length) for number in range(self.request.sampling.n)]
+        for part in self.request.begun:
+            self.choices[part.choice].go_on(part)
+            self.started_at = part.started_at
 
     @property
     def prompt(self) -> str:
@@ -95,21 +133,38 @@ class _Sequence:
         """The choices that have not ended."""
         return [choice for choice in self.choices if choice.reason is None]
 
+    def start(self) -> None:
+        now = datetime.now(UTC)
+        self.started_at = self.started_at or now
+        self.started = time.monotonic() - (now - self.started_at).total_seconds()
+        for choice in self.going:
+            self._look(choice)
+
     def advance(self) -> int:
         """A token for each choice that goes on. Returns how many there were."""
         going = self.going
-        limit = self.request.sampling.max_tokens
         for choice in going:
-            if limit:
-                choice.times.append(time.monotonic() - self.started)
-            if "uneven" in self.prompt and choice.number == 0:
-                choice.reason = FinishReason.STOP
-            elif "faulty" in self.prompt and choice.number == 1:
-                choice.reason = FinishReason.ERROR
-                choice.error = RequestError(code="non_finite_logits", message="the stub was told to fail")
-            elif len(choice.times) >= limit:
-                choice.reason = FinishReason.LENGTH
-        return len(going) if limit else 0
+            choice.take(self.logprob, time.monotonic() - self.started)
+            self._look(choice)
+        return len(going)
+
+    def _look(self, choice: _Choice) -> None:
+        """Whether it has ended with what it has."""
+        count = len(choice.token_ids)
+        if count and "uneven" in self.prompt and choice.number == 0:
+            choice.reason = FinishReason.STOP
+        elif count and "faulty" in self.prompt and choice.number == 1:
+            choice.reason = FinishReason.ERROR
+            choice.error = RequestError(code="non_finite_logits", message="the stub was told to fail")
+        elif count >= self.request.sampling.max_tokens:
+            choice.reason = FinishReason.LENGTH
+
+    def progress(self) -> tuple[Progress, ...]:
+        """Of each choice that has a token and did not fail."""
+        if self.started_at is None:
+            return ()
+        good = (None, FinishReason.STOP, FinishReason.LENGTH)
+        return tuple(c.progress(self.started_at) for c in self.choices if c.token_ids and c.reason in good)
 
     def end(self, reason: FinishReason, error: RequestError | None = None) -> None:
         for choice in self.going:
@@ -122,17 +177,15 @@ class _Sequence:
     def _output(self, choice: _Choice) -> EngineOutput:
         assert choice.reason is not None
         now = datetime.now(UTC)
-        count = len(choice.times)
-        words = _words(len(self.request.prompt_ids), choice.number, count)
         first = self.started_at + timedelta(seconds=choice.times[0]) if self.started_at and choice.times else None
         return EngineOutput(
             request_id=self.request.request_id,
             choice=choice.number,
-            text=" ".join(words),
+            text=" ".join(map(str, choice.tokens)),
             finish_reason=choice.reason,
-            token_ids=tuple(range(count)),
-            tokens=words,
-            logprobs=tuple(-0.5 for _ in range(count)),
+            token_ids=tuple(choice.token_ids),
+            tokens=tuple(choice.tokens),
+            logprobs=tuple(choice.logprobs),
             token_times=tuple(choice.times),
             top_logprobs=None,
             prompt_tokens=len(self.request.prompt_ids),
@@ -158,14 +211,26 @@ class _Sequence:
 
 
 class StubLoop:
-    """One token for each running request every ``step_seconds``. ``hold`` and ``release`` stop it and let it go on."""
+    """A token, with ``logprob``, for each running request every ``step_seconds``. ``hold`` stops it, and ``release``
+    lets it go on."""
 
-    def __init__(self, *, step_seconds: float = 0.0005, max_requests: int = 64) -> None:
-        self.engine = StubEngine()
+    def __init__(
+        self,
+        *,
+        step_seconds: float = 0.0005,
+        max_requests: int = 64,
+        model_version: str = "stub-1",
+        logprob: float = -0.5,
+    ) -> None:
+        self.engine = StubEngine(model_version)
         self.failure: BaseException | None = None
+        self._logprob = logprob
         self._step_seconds = step_seconds
         self._max_requests = max_requests
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
+        self._pauses = 0
+        self._is_standing = self._is_over = False
         self._waiting: dict[Hashable, _Sequence] = {}
         self._running: dict[Hashable, _Sequence] = {}
         self._cancelled: set[Hashable] = set()
@@ -195,13 +260,40 @@ class StubLoop:
     def release(self) -> None:
         self._open.set()
 
+    @contextmanager
+    def pause(self, timeout: float | None = None) -> Iterator[None]:
+        with self._lock:
+            self._check()
+            self._pauses += 1
+        try:
+            with self._lock:
+                if not self._news.wait_for(lambda: self._is_standing or self._is_over, timeout):
+                    raise TimeoutError("the stub did not stand still in time")
+                self._check()
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+
+    def progress(self, timeout: float | None = None) -> dict[Hashable, tuple[Progress, ...]]:
+        with self._lock:
+            self._check()
+            here = {**self._running, **self._waiting}
+            found = {name: sequence.progress() for name, sequence in here.items()}
+            return {name: parts for name, parts in found.items() if parts}
+
+    def _check(self) -> None:
+        if self._is_over or not self.is_running:
+            raise EngineStopped("the stub does not run") from self.failure
+
     def add(self, request: EngineRequest, on_finish: Callable[[EngineOutput], None]) -> None:
         with self._lock:
-            if self._stopping.is_set() or not self.is_running:
-                raise EngineStopped("the stub does not run") from self.failure
+            self._check()
+            if self._stopping.is_set():
+                raise EngineStopped("the stub was stopped")
             if request.request_id in self._waiting or request.request_id in self._running:
                 raise ValueError(f"request {request.request_id!r} is in the engine already")
-            self._waiting[request.request_id] = _Sequence(request, on_finish)
+            self._waiting[request.request_id] = _Sequence(request, on_finish, self._logprob)
 
     def cancel(self, request_id: Hashable) -> None:
         with self._lock:
@@ -226,11 +318,13 @@ class StubLoop:
                 self._ticked_at = time.monotonic()
                 for sequence in self._cancel():
                     sequence.on_finish(sequence.output())
-                if self._open.is_set():
-                    for sequence in self._step():
-                        sequence.on_finish(sequence.output())
+                for sequence in self._step():
+                    sequence.on_finish(sequence.output())
         except BaseException as error:  # noqa: BLE001
             self.failure = error
+        with self._lock:
+            self._is_over = True
+            self._news.notify_all()
 
     def _cancel(self) -> list[_Sequence]:
         with self._lock:
@@ -243,6 +337,11 @@ class StubLoop:
 
     def _step(self) -> list[_Sequence]:
         with self._lock:
+            self._is_standing = self._pauses > 0
+            if self._is_standing:
+                self._news.notify_all()
+            if self._is_standing or not self._open.is_set():
+                return []
             self._steps += bool(self._running or self._waiting)
             while self._waiting and len(self._running) < self._max_requests:
                 self._admit(next(iter(self._waiting)))
@@ -257,8 +356,10 @@ class StubLoop:
         sequence = self._running[request_id] = self._waiting.pop(request_id)
         if "explode" in sequence.prompt:
             raise RuntimeError("the stub engine exploded")
+        if "exit" in sequence.prompt:
+            os._exit(9)
+        sequence.start()
         schema = (sequence.request.sampling.response_format or {}).get("json_schema", {}).get("schema", {})
         if schema.get("type") == "impossible":
             sequence.end(FinishReason.ERROR, RequestError(code="invalid_response_format", message="no such type"))
         self._prompt_tokens += len(sequence.request.prompt_ids)
-        sequence.started_at, sequence.started = datetime.now(UTC), time.monotonic()

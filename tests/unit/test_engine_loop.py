@@ -7,8 +7,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -448,6 +449,115 @@ class TestPause:
         with loop.pause(WAIT):
             ticked_at = loop.stats().ticked_at
             eventually(lambda: loop.stats().ticked_at > ticked_at, "the loop ticks during a pause")
+
+
+class TestProgress:
+    def tokens(self, loop: EngineLoop, timeout: float = WAIT) -> dict[Hashable, list[tuple[int, ...]]]:
+        return {name: [part.token_ids for part in parts] for name, parts in loop.progress(timeout).items()}
+
+    def test_it_is_taken_between_two_steps(self, engine: ScriptedEngine, loop: EngineLoop) -> None:
+        """By the loop's thread, of what is collected by then."""
+        loop.add_requests([request("a", 9), request("b", 9, n=2)])
+        engine.await_step()
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(self.tokens, loop) for _ in range(4)]
+            eventually(lambda: len(loop._inbox._looks) == 4, "all have asked")
+            assert not any(look.done() for look in asked), "a step is in progress"
+            engine.allow()
+            assert [look.result(WAIT) for look in asked] == [{}] * 4, "the step's tokens are not known yet"
+            engine.await_step()
+            engine.allow()
+            assert self.tokens(loop) == {"a": [(1,)], "b": [(1,), (1,)]}
+        assert threading.get_ident() not in engine.threads
+        assert len(engine.threads) == 1
+
+    def test_within_a_pause_it_has_every_token(self, engine: ScriptedEngine, loop: EngineLoop) -> None:
+        """What a worker does before it gives its work away: pause, look, stop. Nothing is made after the look."""
+        finished = Outcomes()
+        loop.add(request("short", 2), finished.put)
+        loop.add(request("long", 9))
+        engine.allow(2)
+        engine.await_step()
+        loop.add(request("unbegun"))
+        with ThreadPoolExecutor(1) as pool:
+            allowing = pool.submit(lambda: (eventually(lambda: loop._inbox.holders, "a pause"), engine.allow()))
+            with loop.pause(WAIT):
+                allowing.result(WAIT)
+                assert self.tokens(loop) == {"long": [(1, 2, 3)]}
+                with loop.pause(WAIT):
+                    assert self.tokens(loop) == {"long": [(1, 2, 3)]}
+                assert finished.get(timeout=WAIT).token_ids == (1, 2)
+                assert loop.stop(WAIT, unfinished="drop")
+        assert engine.steps == 3
+
+    def test_the_time_to_wait_for_the_step_is_limited(self, engine: ScriptedEngine, loop: EngineLoop) -> None:
+        loop.add(request("a", 9))
+        engine.await_step()
+        with pytest.raises(TimeoutError, match=r"0\.01 s for the progress"):
+            loop.progress(0.01)
+        engine.allow(2)
+        engine.await_step()
+        engine.allow()
+        assert self.tokens(loop)["a"] in ([(1,)], [(1, 2)])
+
+    def test_a_stopped_loop_has_none(self, engine: ScriptedEngine, loop: EngineLoop) -> None:
+        with pytest.raises(EngineStopped, match="is not running"):
+            EngineLoop(engine).progress()  # type: ignore[arg-type]
+        loop.add(request("a", 9))
+        engine.await_step()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(loop.progress, WAIT)
+            eventually(lambda: loop._inbox._looks, "somebody asks")
+            assert not loop.stop(0)
+            engine.allow()
+            assert isinstance(asked.exception(WAIT), EngineStopped)
+        assert loop.join(WAIT)
+        with pytest.raises(EngineStopped, match="was stopped"):
+            loop.progress()
+
+    def test_a_loop_that_dies_leaves_nobody_waiting(self, engine: ScriptedEngine, loop: EngineLoop) -> None:
+        engine.fail_at = 1
+        loop.add(request("a"))
+        engine.await_step()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(loop.progress)
+            eventually(lambda: loop._inbox._looks, "somebody asks")
+            engine.allow()
+            error = asked.exception(WAIT)
+        assert isinstance(error, EngineStopped)
+        assert isinstance(error.__cause__, MemoryError)
+
+    def test_from_a_handler_it_is_refused_and_the_loop_goes_on(self, engine: ScriptedEngine, loop: EngineLoop) -> None:
+        errors = queue.Queue[Exception]()
+
+        def look(output: EngineOutput) -> None:
+            try:
+                loop.progress()
+            except RuntimeError as error:
+                errors.put(error)
+
+        engine.gated = False
+        loop.add(request("a"), look)
+        assert "a handler runs in the engine's thread" in str(errors.get(timeout=WAIT))
+        loop.add(request("b"))
+        assert loop.result("b", WAIT).token_ids == (1, 2, 3)
+
+    def test_another_loop_goes_on_behind_it(self, real: EngineLoop, folder: Path) -> None:
+        """Nothing is lost and nothing twice between a look and a stop."""
+        asked = real_request("it", 200)
+        real.add(asked)
+        eventually(lambda: real.progress(WAIT), "it has a token")
+        with real.pause(WAIT):
+            (begun,) = real.progress(WAIT).values()
+            real.stop(WAIT)
+        with EngineLoop(real.engine) as alone:
+            alone.add(asked)
+        expected = alone.result("it")
+        with EngineLoop(Engine(str(folder), EngineConfig(device="cpu", num_blocks=500))) as second:
+            second.add(replace(asked, begun=begun))
+        output = second.result("it")
+        assert (output.token_ids, output.started_at) == (expected.token_ids, begun[0].started_at)
+        assert second.stats().generated_tokens == 200 - len(begun[0].token_ids) < 200
 
 
 class TestLimit:

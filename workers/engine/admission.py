@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import TYPE_CHECKING
 
+from workers.engine.continuation import begun_parts, continued
 from workers.engine.requests import EngineRequest, PromptError
 from workers.engine.sequence import Sequence
 from workers.engine.text import StopMatcher, Vocabulary
@@ -40,8 +42,8 @@ class Admission:
         self._seeds = random.Random(seed)
 
     def sequences(self, request: EngineRequest) -> list[Sequence]:
-        """One sequence a choice, the first with the others as its followers. Where nothing is generated, only the first
-        ever runs.
+        """One sequence a choice. The first that has not ended has the others as its followers; where nothing is
+        generated, only the first ever runs. Choices that were begun elsewhere go on, or have ended.
 
         Raises:
             PromptError: The request can never run.
@@ -51,8 +53,10 @@ class Admission:
         seed = self._seeds.getrandbits(53) if sampling.seed is None else sampling.seed
         grammar = self._grammars.matcher(sampling.response_format) if sampling.response_format is not None else None
         stop_ids, texts = self._stops(request)
-        sequences = [
-            Sequence(
+        begun = begun_parts(request)
+
+        def new(choice: int) -> Sequence:
+            return Sequence(
                 request,
                 choice=choice,
                 limit=min(sampling.max_tokens, self._max_model_len - len(request.prompt_ids)),
@@ -61,10 +65,14 @@ class Admission:
                 stop_matcher=StopMatcher(texts, self._vocabulary, from_token=sampling.min_tokens) if texts else None,
                 grammar=grammar.fork() if grammar is not None else None,
             )
+
+        sequences = [
+            continued(partial(new, choice), begun[choice], self._vocab_size) if choice in begun else new(choice)
             for choice in range(sampling.n)
         ]
         if sampling.max_tokens:
-            sequences[0].followers = sequences[1:]
+            leader, *followers = [sequence for sequence in sequences if not sequence.is_finished] or sequences[:1]
+            leader.followers = followers
         return sequences
 
     def refused(self, request: EngineRequest, reason: PromptError) -> list[Sequence]:

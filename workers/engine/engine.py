@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from batchjobs.types import FinishReason, SamplingParams
+from batchjobs.types import FinishReason, Progress, SamplingParams
 from workers.engine.admission import Admission
 from workers.engine.batch import pack
 from workers.engine.config import EngineConfig
@@ -127,7 +127,8 @@ class Engine:
         return bool(self._requests or self._ended)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. One that can never run comes back from the next step, failed with the reason.
+        """Queue a request. One that can never run comes back from the next step, failed with the reason; so does one
+        that was begun elsewhere and lacks nothing, with its outcome.
 
         Raises:
             ValueError: A request with this id is in the engine already.
@@ -140,9 +141,17 @@ class Engine:
             self._ended.append(self._output(self._admission.refused(request, reason)))
             return
         self._requests[request.request_id] = sequences
-        self.scheduler.add(sequences[0])
-        if sequences[0].pending == 0:  # one token to score: nothing precedes it, so there is nothing to compute
-            self._end(sequences[0], FinishReason.LENGTH)
+        for sequence in sequences:
+            self._stream(sequence, sequence.generated)
+            if sequence.is_finished:
+                self.observer.left(sequence)
+        leader = next((sequence for sequence in sequences if not sequence.is_finished), None)
+        if leader is None:
+            self._complete(sequences)
+            return
+        self.scheduler.add(leader)
+        if leader.pending == 0:  # one token to score: nothing precedes it, so there is nothing to compute
+            self._end(leader, FinishReason.LENGTH)
 
     def cancel(self, request_id: Hashable) -> EngineOutput | None:
         """End a request between two steps: what it has so far, or None when it is not here (any more)."""
@@ -173,6 +182,17 @@ class Engine:
         """Collect the step in flight without launching another: no token is being made any more."""
         self._collect()
         return self._take_ended()
+
+    def progress(self) -> dict[Hashable, tuple[Progress, ...]]:
+        """What there is of each unfinished request, without the step in flight: enough for another engine to go on.
+
+        Of each choice that has a token and did not fail, in order; requests without such a choice are left out.
+        """
+        found = {
+            request_id: tuple(part for choice in choices if (part := choice.progress(self.vocabulary)) is not None)
+            for request_id, choices in self._requests.items()
+        }
+        return {request_id: parts for request_id, parts in found.items() if parts}
 
     def take_deltas(self) -> list[EngineDelta]:
         """The tokens of streamed requests since the last call, in the order in which they were collected."""
@@ -270,8 +290,8 @@ class Engine:
                 continue
             if part.scores:
                 self._accept_scores(sequence, result, rows)
-            if sequence.limit == 0 and sequence.is_scored and not sequence.is_finished:
-                self._end(sequence, FinishReason.LENGTH)
+            if sequence.ending is not None and sequence.is_scored and not sequence.is_finished:
+                self._end(sequence, sequence.ending)
 
     def _accept_scores(self, sequence: Sequence, result: StepResult, rows: slice) -> None:
         if any(map(math.isnan, result.scores[rows])):
@@ -293,25 +313,27 @@ class Engine:
             )
         else:
             token, wanted = result.tokens[row], sequence.request.sampling.top_logprobs
-            top = result.tops[row][:wanted] if wanted and result.tops is not None else None
+            top = self.vocabulary.named(result.tops[row][:wanted]) if wanted and result.tops is not None else None
             sequence.accept(token, result.logprobs[row], top, now)
             self._generated_tokens += 1
             self.observer.sampled(number, sequence, token)
-            self._stream(sequence)
+            self._stream(sequence, 1)
             if sequence.is_finished:
                 self._forget(sequence)
 
-    def _stream(self, sequence: Sequence) -> None:
+    def _stream(self, sequence: Sequence, count: int) -> None:
+        """Tell of its last ``count`` tokens."""
         if sequence.request.stream:
-            self._deltas.append(
+            self._deltas += [
                 EngineDelta(
                     request_id=sequence.request.request_id,
                     choice=sequence.choice,
-                    token_id=sequence.tokens[-1],
-                    logprob=sequence.logprobs[-1],
-                    token_time=sequence.times[-1],
+                    token_id=sequence.tokens[sequence.prompt_len + at],
+                    logprob=sequence.logprobs[at],
+                    token_time=sequence.times[at],
                 )
-            )
+                for at in range(sequence.generated - count, sequence.generated)
+            ]
 
     # Ends
 
@@ -326,15 +348,17 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         """A choice has ended; with the last one its request has. A prompt that is only scored is scored for all."""
         self.scheduler.finish(sequence)
-        request_id = sequence.request.request_id
-        choices = self._requests[request_id]
+        choices = self._requests[sequence.request.request_id]
         if sequence.limit == 0:
             for other in choices:
                 other.finish_reason, other.error = sequence.finish_reason, sequence.error
         if all(choice.is_finished for choice in choices):
-            del self._requests[request_id]
-            self._cached_tokens += choices[0].cached_tokens
-            self._ended.append(self._output(choices))
+            self._complete(choices)
+
+    def _complete(self, choices: list[Sequence]) -> None:
+        del self._requests[choices[0].request.request_id]
+        self._cached_tokens += choices[0].cached_tokens
+        self._ended.append(self._output(choices))
 
     def _output(self, choices: list[Sequence]) -> EngineOutput:
         first, *others = (choice.output(self.vocabulary) for choice in choices)

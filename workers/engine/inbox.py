@@ -1,4 +1,4 @@
-"""What callers ask of an :class:`EngineLoop`, until its thread does it: adds, cancels, pauses and a stop."""
+"""What callers ask of an :class:`EngineLoop`, until its thread does it: adds, cancels, looks, pauses and a stop."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from workers.engine.requests import EngineRequest
+
+if TYPE_CHECKING:
+    from batchjobs.types import Progress
 
 Unfinished = Literal["finish", "cancel", "drop"]
 """What becomes of unfinished requests when the loop stops, in growing order of haste."""
@@ -27,9 +31,17 @@ class Turn(Enum):
     """What the loop's thread does next."""
 
     APPLY = auto()
+    LOOK = auto()
     STEP = auto()
     STAND = auto()
     END = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Look:
+    """Somebody's wish to know how far the requests are, and the answer when it is there."""
+
+    seen: dict[Hashable, tuple[Progress, ...]] | None = None
 
 
 class Inbox:
@@ -50,6 +62,7 @@ class Inbox:
         self._asked = threading.Condition(lock)
         self._added: deque[EngineRequest] = deque()
         self._cancelled: deque[Hashable] = deque()
+        self._looks: list[Look] = []
 
     @property
     def has_room(self) -> bool:
@@ -80,6 +93,12 @@ class Inbox:
             self._cancelled.append(request_id)
             self._asked.notify_all()
 
+    def look(self) -> Look:
+        with self.lock:
+            self._looks.append(look := Look())
+            self._asked.notify_all()
+            return look
+
     def hold(self) -> None:
         with self.lock:
             self.holders.append(threading.get_ident())
@@ -106,7 +125,7 @@ class Inbox:
             self._asked.notify_all()
 
     def next_turn(self, has_work: Callable[[], bool]) -> Turn:
-        """Waits until something is to be done. Only for the loop's thread, as is :meth:`take_changes`."""
+        """Waits until something is to be done. Only for the loop's thread, as are the methods after it."""
         with self.lock:
             while (turn := self._choose(has_work)) is None:
                 self.ticked_at = time.monotonic()
@@ -123,6 +142,11 @@ class Inbox:
             self.waiting += len(added)
             return added, cancelled
 
+    def take_looks(self) -> list[Look]:
+        with self.lock:
+            looks, self._looks = self._looks, []
+            return looks
+
     def _choose(self, has_work: Callable[[], bool]) -> Turn | None:
         if self.stopping in ("cancel", "drop"):
             return Turn.END
@@ -130,6 +154,8 @@ class Inbox:
             return Turn.STAND
         if self._added or self._cancelled:
             return Turn.APPLY
+        if self._looks:
+            return Turn.LOOK
         if self.holders:
             return None
         self.is_standing = False

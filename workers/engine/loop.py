@@ -1,9 +1,9 @@
 """The engine in a thread of its own, between callers that add and cancel at any time and whoever takes the outcomes.
 
 What it keeps true:
-- Only the loop's thread touches the engine. Adds, cancels and pauses take effect between two steps.
+- Only the loop's thread touches the engine. Adds, cancels, looks and pauses take effect between two steps.
 - While somebody is in :meth:`EngineLoop.pause`, no token is made, and everything else goes on: adds are taken, cancels
-  deliver at once, and what runs keeps its place and its cache.
+  deliver at once, looks are answered, and what runs keeps its place and its cache.
 - Nobody waits for what cannot come. A loop that dies of an error keeps it in ``failure`` and calls no ``on_finish``:
   the requests did not fail, the engine did, and another one can run them. Whoever waits gets EngineStopped from it, and
   ``on_lost`` is called.
@@ -24,6 +24,7 @@ from workers.engine.outbox import EngineStopped, Handler, LostHandler, Outbox, S
 from workers.engine.requests import EngineOutput, EngineRequest, EngineStats
 
 if TYPE_CHECKING:
+    from batchjobs.types import Progress
     from workers.engine.engine import Engine
 
 __all__ = ["EngineFull", "EngineLoop", "EngineStopped", "StreamPiece"]
@@ -36,8 +37,9 @@ class EngineLoop:
     """Runs an engine in the background, once. All methods may be called from any thread.
 
     Handlers are called from the loop's thread and must be quick. They may call anything here but what waits for the
-    loop itself (``pause``, a ``result`` that is not there): that raises RuntimeError. What a handler raises is logged.
-    As a context manager it starts at once, and finishes everything at the end; after an error in the block it cancels.
+    loop itself (``pause``, ``progress``, a ``result`` that is not there): that raises RuntimeError. What a handler
+    raises is logged. As a context manager it starts at once, and finishes everything at the end; after an error in the
+    block it cancels.
 
     What takes an outcome (``result``, ``stream``, ``register_result_handler``) raises LookupError for a request that
     was never added or whose outcome was taken, and EngineStopped when the loop has ended without one. With a timeout it
@@ -143,6 +145,22 @@ class EngineLoop:
 
     # Requests
 
+    def progress(self, timeout: float | None = None) -> dict[Hashable, tuple[Progress, ...]]:
+        """How far each unfinished request is, see :meth:`Engine.progress`. What has been delivered is not among them.
+
+        Raises:
+            EngineStopped: The loop does not run, or ended before it could say.
+            TimeoutError: The step in progress took longer than ``timeout`` seconds.
+            RuntimeError: Called from a handler.
+        """
+        with self._lock:
+            self._check(self.is_running)
+            look = self._inbox.look()
+            self._outbox.wait(self._outbox.news, lambda: look.seen is not None, timeout, "the progress of its requests")
+            if look.seen is None:
+                raise self._reason() from self.failure
+            return look.seen
+
     def add(
         self,
         request: EngineRequest,
@@ -245,6 +263,8 @@ class EngineLoop:
             while (turn := self._inbox.next_turn(lambda: self.engine.has_work)) is not Turn.END:
                 if turn is Turn.APPLY:
                     self._apply_changes()
+                elif turn is Turn.LOOK:
+                    self._look()
                 elif turn is Turn.STEP:
                     self._publish(self.engine.step())
                 else:
@@ -275,6 +295,13 @@ class EngineLoop:
                 self._outbox.news.notify_all()
         for output in outputs:
             self._outbox.put(output)
+
+    def _look(self) -> None:
+        looks, seen = self._inbox.take_looks(), self.engine.progress()
+        with self._lock:
+            for look in looks:
+                look.seen = seen
+            self._outbox.news.notify_all()
 
     def _stand(self) -> None:
         self._publish(self.engine.settle())

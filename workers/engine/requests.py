@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import datetime
 
-from batchjobs.types import FinishReason, PromptScores, RequestError, SamplingParams, TokenText, TopLogprobs
+from batchjobs.types import FinishReason, Progress, PromptScores, RequestError, SamplingParams, TokenText, TopLogprobs
 
 
 class PromptError(Exception):
@@ -30,12 +30,16 @@ class EngineRequest:
     """One prompt to be continued. ``request_id`` is the caller's own and must not be in the engine already.
 
     With ``stream`` every token is told of when it is drawn (:class:`EngineDelta`), beside the output at the end.
+    ``begun`` is what another engine with the same model made of it before, at most one entry a choice: the answer goes
+    on behind these tokens, which keep their logprobs and times, and with the same ``seed`` it draws what that engine
+    would have drawn. What cannot be gone on from is left out. A stream tells of these tokens first.
     """
 
     request_id: Hashable
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stream: bool = False
+    begun: tuple[Progress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,7 @@ class Scheduler:
         """Queue a sequence; its followers come after it by themselves."""
         self._live += 1 + len(sequence.followers)
         self.unbegun += 1
+        sequence.is_unbegun = True
         self.waiting.add(sequence)
 
     def schedule(self) -> list[Scheduled]:
@@ -131,7 +132,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended and free what it held."""
         self._live -= 1
-        self.unbegun -= sequence.choice == 0 and sequence.started is None
+        self._begin(sequence)
         self.observer.left(sequence)
         if sequence.slot >= 0:
             self._stop_running(sequence)
@@ -211,10 +212,14 @@ class Scheduler:
         self._take_prefix(sequence, prefix)
         if sequence.offloaded is not None:
             self._bring_back(sequence, sequence.offloaded)
-        self.unbegun -= sequence.choice == 0 and sequence.started is None
+        self._begin(sequence)
         sequence.start()
         self.running.append(sequence)
         self.observer.admitted(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        self.unbegun -= sequence.is_unbegun
+        sequence.is_unbegun = False
 
     def _take_prefix(self, sequence: Sequence, prefix: Prefix) -> None:
         """Begin behind what is known. The sequence has a slot, and no page yet."""
@@ -227,7 +232,8 @@ class Scheduler:
         for group, pages in enumerate(sequence.pages):
             self.tables.write(group, sequence.slot, 0, pages)
         if sequence.reached == 0:  # else it gave way, and these may be its own
-            sequence.cached_tokens = sequence.computed
+            of_prompt = (sequence.prompt_len - 1) // self.pool.page_size  # what it would find without its answer so far
+            sequence.cached_tokens = min(prefix.length, of_prompt) * self.pool.page_size
 
     @property
     def _groups(self) -> range:

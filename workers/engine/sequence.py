@@ -6,6 +6,8 @@ Invariants:
 - ``in_flight`` tokens are being sampled: they are not in ``tokens`` yet. A token is sampled exactly when ``computed``
   catches up with the tokens known and in flight: decode, chunked prefill and resuming are this one rule.
 - ``logprobs``, ``times`` and (when asked for) ``top_logprobs`` grow together with the generated tokens.
+- Whatever decides on the next token or on the end follows from the generated tokens: so :meth:`take` alone, with the
+  tokens that another engine drew, brings a sequence to where it stood there.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from batchjobs.types import FinishReason, PromptScores, RequestError
+from batchjobs.types import FinishReason, Progress, PromptScores, RequestError
 from workers.engine.requests import EngineOutput
 
 if TYPE_CHECKING:
+    from batchjobs.types import TopLogprobs
     from workers.engine.offload import Offloaded
     from workers.engine.requests import EngineRequest
     from workers.engine.structured import GrammarMatcher
@@ -36,11 +39,13 @@ class Sequence:
         "chain",
         "choice",
         "computed",
+        "ending",
         "error",
         "finish_reason",
         "followers",
         "grammar",
         "in_flight",
+        "is_unbegun",
         "limit",
         "logprobs",
         "offloaded",
@@ -89,6 +94,7 @@ class Sequence:
         self.in_flight = 0
         self.uses: Counter[int] = Counter()  # generated tokens by id, kept where penalties ask for it
 
+        self.is_unbegun = False  # whether it stands for a request of which nothing has run in this engine
         self.slot = -1  # index among the running sequences; -1 while waiting
         self.computed = 0
         self.reached = 0  # the most that was ever computed: below it, a step computes again
@@ -105,10 +111,11 @@ class Sequence:
         self.prompt_tops: list[TopIds] = []
         self.logprobs: list[float] = []
         self.times: list[float] = []
-        self.top_logprobs: list[TopIds] = []
+        self.top_logprobs: list[TopLogprobs] = []
         self.started: float | None = None  # monotonic
         self.started_at: datetime | None = None  # the same instant by the wall clock
         self.finish_reason: FinishReason | None = None
+        self.ending = None if limit else FinishReason.LENGTH  # the reason to come, when only its prompt is to be scored
         self.error: RequestError | None = None
 
     @property
@@ -123,7 +130,8 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Tokens to compute next. The last token of an answer is never fed back, so it is never computed."""
-        return max(0, min(self.length, self.prompt_len + self.limit - 1) - self.computed)
+        most = self.prompt_len - 1 + (self.limit if self.ending is None else 0)
+        return max(0, min(self.length, most) - self.computed)
 
     @property
     def is_finished(self) -> bool:
@@ -139,12 +147,24 @@ class Sequence:
         if self.started is None:
             self.started, self.started_at = time.monotonic(), datetime.now(UTC)
 
-    def accept(self, token: int, logprob: float, top: TopIds | None, now: float) -> None:
+    def resume(self, started_at: datetime) -> None:
+        """Anchor the clocks where another engine had them. New times follow the last one, whatever the clocks say."""
+        elapsed = (datetime.now(UTC) - started_at).total_seconds()
+        self.started_at = started_at
+        self.started = time.monotonic() - max(elapsed, *self.times[-1:], 0.0)
+        if self.is_finished and self.scored < self.prompt_len:
+            self.ending, self.finish_reason = self.finish_reason, None
+
+    def accept(self, token: int, logprob: float, top: TopLogprobs | None, now: float) -> None:
         """Append a sampled token (``now`` is monotonic) and decide whether the sequence ends with it."""
         assert self.started is not None
+        self.take(token, logprob, top, now - self.started)
+
+    def take(self, token: int, logprob: float, top: TopLogprobs | None, seconds: float) -> None:
+        """As ``accept``, ``seconds`` after the start."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.times.append(now - self.started)
+        self.times.append(seconds)
         if top is not None:
             self.top_logprobs.append(top)
         sampling = self.request.sampling
@@ -170,6 +190,22 @@ class Sequence:
         self.finish_reason = FinishReason.ERROR
         self.error = RequestError(code=code, message=message)
 
+    def progress(self, vocabulary: Vocabulary) -> Progress | None:
+        """What there is so far; None where there is no token, or none that are worth to go on from."""
+        if not self.generated or self.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
+            return None
+        assert self.started_at is not None
+        generated = tuple(self.tokens[self.prompt_len :])
+        return Progress(
+            choice=self.choice,
+            token_ids=generated,
+            tokens=vocabulary.texts(generated),
+            logprobs=tuple(self.logprobs),
+            token_times=tuple(self.times),
+            top_logprobs=tuple(self.top_logprobs) if self.request.sampling.top_logprobs else None,
+            started_at=self.started_at,
+        )
+
     def output(self, vocabulary: Vocabulary) -> EngineOutput:
         """The outcome of this choice; the sequence has ended."""
         assert self.finish_reason is not None
@@ -180,9 +216,6 @@ class Sequence:
         text = vocabulary.decode(generated)
         if self.stop_matcher is not None and self.finish_reason is FinishReason.STOP:
             text = self.stop_matcher.cut(text)
-        top = None
-        if self.request.sampling.top_logprobs:
-            top = tuple(vocabulary.named(best) for best in self.top_logprobs)
         now = time.monotonic() - self.started
         return EngineOutput(
             request_id=self.request.request_id,
@@ -190,10 +223,10 @@ class Sequence:
             text=text,
             finish_reason=self.finish_reason,
             token_ids=generated,
-            tokens=tuple(vocabulary.text(t) for t in generated),
+            tokens=vocabulary.texts(generated),
             logprobs=tuple(self.logprobs),
             token_times=tuple(self.times),
-            top_logprobs=top,
+            top_logprobs=tuple(self.top_logprobs) if self.request.sampling.top_logprobs else None,
             prompt_tokens=self.prompt_len,
             cached_tokens=self.cached_tokens,
             started_at=self.started_at,
@@ -211,7 +244,7 @@ class Sequence:
         prompt = self.request.prompt_ids
         return PromptScores(
             token_ids=prompt,
-            tokens=tuple(vocabulary.text(t) for t in prompt),
+            tokens=vocabulary.texts(prompt),
             logprobs=(None, *self.prompt_logprobs),
             top_logprobs=(None, *(vocabulary.named(best) for best in self.prompt_tops)) if wanted else None,
         )

@@ -80,6 +80,13 @@ class Vocabulary:
             self._texts[token] = known
         return known
 
+    def texts(self, tokens: Sequence[int]) -> tuple[TokenText, ...]:
+        """Of many tokens, most of which were met before."""
+        try:
+            return tuple(map(self._texts.__getitem__, tokens))
+        except KeyError:
+            return tuple(map(self.text, tokens))
+
     def named(self, best: Sequence[tuple[int, float]]) -> TopLogprobs:
         """The most likely tokens of a position with their texts."""
         return tuple((token, logprob, self.text(token)) for token, logprob in best)
