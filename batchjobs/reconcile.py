@@ -1,12 +1,15 @@
 """Puts back into Redis what SQL says is to be done and Redis lacks: after a flush, a crash, a submit without Redis.
 
+Before that it tidies SQL itself: requests that kill their workers, batches that were cancelled, submissions that were
+cut and never finished.
+
 Running it too often, at once from everywhere, or in the middle of anything is harmless: a shard that is queued though
 somebody runs it is refused by SQL when it is claimed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,15 +19,22 @@ if TYPE_CHECKING:
     from batchjobs.store import Store
     from batchjobs.types import Priority, ShardId
 
+ABANDONED_SECONDS = 24 * 3600.0
+"""A submission that was cut and not run again for so long is discarded."""
+
 _PAGE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """What one run did: shards queued again, and requests of cancelled batches that got their outcome."""
+    """What one run did: shards queued again, and requests of cancelled batches that got their outcome; shards ``split``
+    into single requests, and such that ``failed`` because their workers died too often; batches ``discarded``."""
 
     queued: int = 0
     swept: int = 0
+    split: int = 0
+    failed: int = 0
+    discarded: int = 0
 
 
 def reconcile(store: Store, queue: JobQueue, *, thorough: bool = False) -> Reconciled:
@@ -37,17 +47,24 @@ def reconcile(store: Store, queue: JobQueue, *, thorough: bool = False) -> Recon
     Raises:
         ConnectionFailed: Redis or the database cannot be reached. The next run does what is left.
     """
-    swept = store.sweep_cancelled()
+    isolated = store.isolate()
+    done = Reconciled(
+        discarded=store.discard_abandoned(ABANDONED_SECONDS),
+        swept=store.sweep_cancelled(),
+        split=isolated.split,
+        failed=isolated.failed,
+    )
     with queue.reconciling() as mine:
         if not mine:
-            return Reconciled(swept=swept)
+            return done
         if thorough:
             queue.tidy()
         claimable = store.claimable_count()
-        if not claimable or (not thorough and sum(queue.depths().values()) >= claimable):
-            return Reconciled(swept=swept)
-        queued = sum(queue.enqueue(page) for page in _missing(store, queue))
-        return Reconciled(queued=queued, swept=swept)
+        # Entries of a shard that was split are still in the queues, where its requests are not yet.
+        is_enough = not (thorough or done.split) and sum(queue.depths().values()) >= claimable
+        if not claimable or is_enough:
+            return done
+        return replace(done, queued=sum(queue.enqueue(page) for page in _missing(store, queue)))
 
 
 def _missing(store: Store, queue: JobQueue) -> Iterator[list[tuple[ShardId, Priority]]]:

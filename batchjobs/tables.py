@@ -94,6 +94,13 @@ batches = Table(
     Column("submitted_at", Instant, comment="When all requests were stored; NULL while they still arrive"),
     Column("paused_at", Instant, comment="When the batch was paused; NULL when it is not paused"),
     Column("cancel_requested_at", Instant, comment="When somebody asked for the cancellation"),
+    Column(
+        "loaded_at",
+        Instant,
+        nullable=False,
+        server_default=text("'1970-01-01T00:00:00.000000Z'"),
+        comment="When requests last arrived",
+    ),
     UniqueConstraint("key"),
     comment="One row a submission: a file, a stream or a list of requests",
 )
@@ -148,6 +155,7 @@ shards = Table(
     _counter("completion_tokens", "Tokens generated for its finished requests", BigInteger),
     Column("started_at", Instant, comment="When a worker first claimed it"),
     Column("finished_at", Instant, comment="When its last outcome was stored"),
+    _counter("forgiven", "Attempts before the last retry, which count no more"),
     comment="One row a slice of a batch: the unit of the queue, with its lease and its counts",
 )
 
@@ -158,6 +166,16 @@ Index(
     shards.c.shard_no,
     sqlite_where=_UNFINISHED,
     postgresql_where=_UNFINISHED,
+)
+
+# Where a shard was replaced by one shard a request, that of a request is found by its index.
+_SINGLE = text("requests = 1")
+Index(
+    "ix_shards_single",
+    shards.c.batch_id,
+    shards.c.first_index,
+    sqlite_where=_SINGLE,
+    postgresql_where=_SINGLE,
 )
 
 completions = Table(
@@ -204,6 +222,48 @@ Index(
     postgresql_where=_FAILED,
 )
 
+past_completions = Table(
+    "past_completions",
+    metadata,
+    Column("batch_id", Text, primary_key=True, comment="The batch"),
+    Column("index", BigInteger, primary_key=True, autoincrement=False, comment="The request"),
+    Column("choice", Integer, primary_key=True, autoincrement=False, comment="0, and up to n - 1 where n > 1"),
+    Column("status", Text, nullable=False, comment="failed; a choice beside a failed one may have completed"),
+    Column("text", Text, nullable=False, comment="What there was of the answer; U+FFFD stands for NUL"),
+    Column("finish_reason", Text, nullable=False, comment="stop, length, cancelled or error"),
+    Column("model", Text, comment="Model that answered"),
+    Column("model_version", Text, comment="Its version, see model_versions"),
+    Column("prompt_tokens", Integer, nullable=False, comment="Length of the prompt"),
+    Column("completion_tokens", Integer, nullable=False, comment="Tokens generated: the length of the arrays"),
+    Column("cached_tokens", Integer, nullable=False, comment="Prompt tokens whose keys and values were already there"),
+    Column("token_ids", JSON, nullable=False, comment="Id of each token"),
+    Column("tokens", JSON, nullable=False, comment="Text of each token, or its bytes where they are not UTF-8"),
+    Column("logprobs", JSON, nullable=False, comment="Natural logarithm of the probability of each token"),
+    Column("top_logprobs", JSON, comment="For each token the likeliest ones: [token_id, logprob, token]"),
+    Column("token_times", JSON, nullable=False, comment="Seconds from started_at to each token"),
+    Column("created_at", Instant, nullable=False, comment="When the submission of its batch began"),
+    Column("started_at", Instant, comment="When a worker took the request up"),
+    Column("first_token_at", Instant, comment="When the first token was there"),
+    Column("finished_at", Instant, comment="When the request ended"),
+    Column("worker", Text, comment="Worker that answered, see workers"),
+    Column(
+        "attempt",
+        Integer,
+        primary_key=True,
+        autoincrement=False,
+        comment="Claim of the shard that led to the outcome",
+    ),
+    Column("error", JSON, comment="Why the request failed: an object with code and message"),
+    Column(
+        "prompt_logprobs",
+        JSON,
+        comment="With choice 0 where asked for: token_ids, tokens, logprobs and top_logprobs of the prompt",
+    ),
+    Column("retried_at", Instant, nullable=False, comment="When the request was set back to run again"),
+    ForeignKeyConstraint(["batch_id", "index"], ["requests.batch_id", "requests.index"]),
+    comment="One row a choice of a request that failed and was run again; moved here from completions",
+)
+
 checkpoints = Table(
     "checkpoints",
     metadata,
@@ -218,6 +278,13 @@ checkpoints = Table(
     Column("token_times", JSON, nullable=False, comment="Seconds from started_at to each token so far"),
     Column("started_at", Instant, nullable=False, comment="When a worker first took the request up"),
     Column("updated_at", Instant, nullable=False, comment="When this row was written"),
+    Column(
+        "model_version",
+        Text,
+        nullable=False,
+        server_default=text("''"),
+        comment="Version of the model that got so far, see model_versions",
+    ),
     ForeignKeyConstraint(["batch_id", "index"], ["requests.batch_id", "requests.index"]),
     comment="Progress of unfinished requests, from which another worker can go on",
 )

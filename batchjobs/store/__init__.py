@@ -6,9 +6,12 @@
 | progress | how far batches are |
 | leases | who may work on a shard: claim, renew, release |
 | outcomes | record: completions, exactly once |
+| checkpoints | how far unfinished requests are |
 | cancelling | what nobody holds is cancelled at once |
+| isolation | requests that kill their workers are parted from the others |
+| retrying | failed requests run again |
 | reading | results as a stream, single requests, free queries |
-| workers | workers and model versions |
+| workers | workers, their clocks and model versions |
 """
 
 from __future__ import annotations
@@ -17,18 +20,42 @@ from batchjobs import schema
 from batchjobs.database import Database
 from batchjobs.store.batches import BatchPart
 from batchjobs.store.cancelling import CancelPart
+from batchjobs.store.checkpoints import CheckpointPart
 from batchjobs.store.errors import DuplicateCustomId
+from batchjobs.store.isolation import IsolationPart
 from batchjobs.store.leases import LeasePart
 from batchjobs.store.outcomes import OutcomePart
 from batchjobs.store.progress import ProgressPart
 from batchjobs.store.reading import ReadingPart
-from batchjobs.store.records import Recorded, StoredResult, WorkerFigures, WorkerInfo, WorkerRow
+from batchjobs.store.records import Isolated, Recorded, Retried, StoredResult, WorkerFigures, WorkerInfo, WorkerRow
+from batchjobs.store.retrying import RetryPart
 from batchjobs.store.workers import WorkerPart
 
-__all__ = ["DuplicateCustomId", "Recorded", "Store", "StoredResult", "WorkerFigures", "WorkerInfo", "WorkerRow"]
+__all__ = [
+    "DuplicateCustomId",
+    "Isolated",
+    "Recorded",
+    "Retried",
+    "Store",
+    "StoredResult",
+    "WorkerFigures",
+    "WorkerInfo",
+    "WorkerRow",
+]
 
 
-class Store(BatchPart, ProgressPart, LeasePart, OutcomePart, CancelPart, ReadingPart, WorkerPart):
+class Store(
+    BatchPart,
+    ProgressPart,
+    LeasePart,
+    OutcomePart,
+    CheckpointPart,
+    CancelPart,
+    IsolationPart,
+    RetryPart,
+    ReadingPart,
+    WorkerPart,
+):
     """The store of batches, requests and outcomes, on SQLite or PostgreSQL. Thread-safe.
 
     Args:

@@ -6,6 +6,7 @@ opening makes the shards, and only then is there anything to claim.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -24,6 +25,7 @@ from batchjobs.tables import batches, completions, instant_text, requests, shard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+    from datetime import datetime
 
     from sqlalchemy.engine import Connection
 
@@ -71,14 +73,16 @@ class BatchPart(Part):
             "source": plain("the source", source),
             "defaults": _storable_json(defaults),
             "created_at": database_instant(),
+            "loaded_at": database_instant(),
         }
         found = None
         while found is None:  # a second time only where the other batch of this key is discarded at this very moment
             with self._database.writing() as connection:
                 if connection.execute(insert_if_new(connection, batches).values(row).returning(batches.c.id)).first():
                     return batch_id, True
-                same_key = sa.select(batches.c.id, batches.c.fingerprint).where(batches.c.key == key)
-                found = connection.execute(same_key).one_or_none()
+                same_key = sa.update(batches).where(batches.c.key == key).values(loaded_at=database_instant())
+                returned = same_key.returning(batches.c.id, batches.c.fingerprint)  # somebody is at it: not abandoned
+                found = connection.execute(returned).one_or_none()
         if found.fingerprint != fingerprint:
             raise KeyConflict(
                 f"the key {key!r} was used for batch {found.id}, whose content is different; choose another key,"
@@ -118,6 +122,7 @@ class BatchPart(Part):
             batch = locked_batch(connection, batch_id)
             if batch.submitted_at is not None:
                 return  # the same content is there, and complete
+            connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(loaded_at=database_instant()))
             new = sorted(chosen.keys() - _stored(connection, batch_id, chosen.keys()))
             rows = [request_row(batch_id, chosen[i], batch.shard_size, rejected=i in refused) for i in new]
             insert_rows(connection, requests, rows)
@@ -167,13 +172,40 @@ class BatchPart(Part):
         Raises:
             UsageError: The batch was opened.
         """
+        if not self._discard(batch_id, None):
+            raise UsageError(f"batch {batch_id} was submitted; cancel it instead")
+
+    def discard_abandoned(self, idle_seconds: float) -> int:
+        """Discards batches that are still loading and whose last requests arrived longer ago: submissions that were cut
+        and that nobody ran again.
+
+        Returns:
+            The number of batches.
+        """
+        with self._database.reading() as connection:
+            now = connection.execute(sa.select(database_instant())).scalar_one()
+            before = now - timedelta(seconds=idle_seconds)
+            idle = sa.select(batches.c.id).where(batches.c.submitted_at.is_(None), batches.c.loaded_at < before)
+            found = connection.execute(idle.where(batches.c.created_at < before)).scalars().all()
+        return sum(self._discard_if_idle(batch_id, before) for batch_id in found)
+
+    def _discard_if_idle(self, batch_id: str, before: datetime) -> bool:
+        try:
+            return self._discard(batch_id, before)
+        except NotFound:  # somebody else was faster
+            return False
+
+    def _discard(self, batch_id: str, idle_since: datetime | None) -> bool:
+        """Whether all of it is gone. It ends as soon as the batch is opened, or has got requests after ``idle_since``:
+        whoever adds them again begins at the first one, so what was deleted before comes back."""
         while True:
             with self._database.writing() as connection:
-                if locked_batch(connection, batch_id).submitted_at is not None:
-                    raise UsageError(f"batch {batch_id} was submitted; cancel it instead")
+                batch = locked_batch(connection, batch_id)
+                if batch.submitted_at is not None or (idle_since is not None and batch.loaded_at >= idle_since):
+                    return False
                 if not _delete_some(connection, batch_id):
                     connection.execute(sa.delete(batches).where(batches.c.id == batch_id))
-                    return
+                    return True
 
     def pause_batch(self, batch_id: str) -> None:
         """No shard of the batch can be claimed until it is resumed. Leases that are held stay."""

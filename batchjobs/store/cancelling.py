@@ -1,7 +1,7 @@
 """Cancelling: what nobody holds gets its outcome at once; what a worker holds is left to that worker.
 
 A lease that ran out counts as held by nobody. Closing its shard raises the fence, so that its worker, should it live,
-writes nothing more.
+writes nothing more. What there was of an answer is kept.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from ulid import ULID
 from batchjobs.clock import database_instant, database_seconds
 from batchjobs.errors import NotFound
 from batchjobs.store.bulk import insert_if_new
-from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, OUTCOMES, free_at, in_range
+from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, OUTCOMES, free_at, in_range, runs
 from batchjobs.store.locks import locked_batch, named
 from batchjobs.store.part import Part, known
+from batchjobs.store.partial import Ending, end_begun
 from batchjobs.store.progress import read_progress
 from batchjobs.tables import batches, commands, completions, requests, shards
 from batchjobs.types import FinishReason, RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
-    from sqlalchemy.engine import Connection
+    from sqlalchemy.engine import Connection, Row
 
     from batchjobs.types import Counts, Lease
 
@@ -101,20 +102,17 @@ class CancelPart(Part):
 def close_free_shards(connection: Connection, batch_id: str) -> int:
     """Writes the outcome 'cancelled' for all that nobody holds. Returns the number of requests."""
     now = connection.execute(sa.select(database_seconds())).scalar_one()
-    closed = connection.execute(_CLOSE_FREE, {"batch": batch_id, "now": now})
-    runs = _runs(sorted((row.first_index, row.last_index) for row in closed))
-    return sum(_insert_cancelled(connection, batch_id, first, last) for first, last in runs)
+    closed = connection.execute(_CLOSE_FREE, {"batch": batch_id, "now": now}).all()
+    begun = sum(_end_begun(connection, batch_id, row, row.first_index, row.last_index) for row in closed)
+    free = runs((row.first_index, row.last_index) for row in closed)
+    return begun + sum(_insert_cancelled(connection, batch_id, first, last) for first, last in free)
 
 
-def _runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges, those that touch joined into one."""
-    runs: list[tuple[int, int]] = []
-    for first, last in ranges:
-        if runs and runs[-1][1] + 1 == first:
-            runs[-1] = (runs[-1][0], last)
-        else:
-            runs.append((first, last))
-    return runs
+def _end_begun(connection: Connection, batch_id: str, shard: Row[Any], first: int, last: int) -> int:
+    if shard.owner is None:  # nobody has ever held it
+        return 0
+    ending = Ending(status=RequestStatus.CANCELLED, finish_reason=FinishReason.CANCELLED, worker=shard.owner)
+    return end_begun(connection, batch_id, shard.shard_no, first, last, ending)
 
 
 def _cancel_request(connection: Connection, batch_id: str, index: int) -> None:
@@ -123,13 +121,11 @@ def _cancel_request(connection: Connection, batch_id: str, index: int) -> None:
     )
     if not 0 <= index < 2**63 or connection.execute(request).one_or_none() is None:
         raise NotFound(f"batch {batch_id!r} has no request {index}")
-    now = connection.execute(sa.select(database_seconds())).scalar_one()
-    query = sa.select(shards.c.shard_no, free_at(now).label("is_free")).where(
-        shards.c.batch_id == batch_id, shards.c.first_index <= index, shards.c.last_index >= index
-    )
-    shard = connection.execute(query.with_for_update()).one_or_none()
+    # A second look where the shard was replaced by single ones while the first one waited for its lock.
+    shard = _locked_shard_of(connection, batch_id, index) or _locked_shard_of(connection, batch_id, index)
     if shard is not None and shard.is_free:
-        if _insert_cancelled(connection, batch_id, index, index):
+        begun = _end_begun(connection, batch_id, shard, index, index)
+        if begun or _insert_cancelled(connection, batch_id, index, index):
             _count_cancelled(connection, batch_id, shard.shard_no)
         return
     outcome = sa.select(completions.c.index).where(completions.c.batch_id == batch_id, completions.c.index == index)
@@ -137,6 +133,14 @@ def _cancel_request(connection: Connection, batch_id: str, index: int) -> None:
         return
     order = {"id": str(ULID()), "kind": CANCEL_REQUEST, "batch_id": batch_id, "index": index}
     connection.execute(insert_if_new(connection, commands).values(**order, created_at=database_instant()))
+
+
+def _locked_shard_of(connection: Connection, batch_id: str, index: int) -> Row[Any] | None:
+    now = connection.execute(sa.select(database_seconds())).scalar_one()
+    query = sa.select(shards.c.shard_no, shards.c.owner, free_at(now).label("is_free")).where(
+        shards.c.batch_id == batch_id, shards.c.first_index <= index, shards.c.last_index >= index
+    )
+    return connection.execute(query.with_for_update()).one_or_none()
 
 
 def _insert_cancelled(connection: Connection, batch_id: str, first: int, last: int) -> int:
@@ -180,7 +184,7 @@ _CLOSE_FREE = (
     .where(shards.c.batch_id == sa.bindparam("batch"), shards.c.shard_no.in_(sa.select(_FREE.c.shard_no)))
     .values(state="done", fence=shards.c.fence + 1, finished_at=database_instant())
     .values(cancelled=shards.c.cancelled + shards.c.requests - OUTCOMES)
-    .returning(shards.c.first_index, shards.c.last_index)
+    .returning(shards.c.shard_no, shards.c.first_index, shards.c.last_index, shards.c.owner)
 )
 _MISSING = sa.except_(
     sa.select(requests.c.index).where(in_range(requests)),

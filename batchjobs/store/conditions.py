@@ -6,11 +6,14 @@ which has no statistics yet on a batch of the last minute, would take it for tin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from batchjobs.tables import shards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # Written out, because the index on unfinished shards is only used for these very words.
 IS_UNFINISHED = sa.text("shards.state <> 'done'")
@@ -26,6 +29,17 @@ def in_range(table: sa.Table) -> sa.ColumnElement[bool]:
     """The row is of ``batch`` and its index from ``first`` to ``last``, both included."""
     is_between = table.c.index.between(sa.bindparam("first"), sa.bindparam("last"))
     return sa.and_(table.c.batch_id == sa.bindparam("batch"), is_between)
+
+
+def runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of indexes in order, those that touch joined into one: one lookup instead of many."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if joined and joined[-1][1] + 1 == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined
 
 
 def free_at(seconds: Any) -> sa.ColumnElement[bool]:

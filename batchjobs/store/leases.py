@@ -2,6 +2,9 @@
 
 The fence of a shard grows with every claim and never shrinks. A lease is its holder's as long as the shard is leased
 under the same fence, even past its end, until somebody else claims the shard or closes it.
+
+Every claim counts as a crash until the shard is given back. Nobody can claim a shard that has crashed too often: see
+:mod:`batchjobs.store.isolation`.
 """
 
 from __future__ import annotations
@@ -21,9 +24,17 @@ from batchjobs.types import Lease, Priority, ShardId
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from sqlalchemy.engine import Connection
+    from sqlalchemy.engine import Connection, Row
 
     from batchjobs.types import Request
+
+
+SPLIT_AT = 2
+"""A shard of several requests that crashed so often is replaced by one shard a request."""
+ALONE_AT = 3
+"""A single request that crashed so often, in its shard and by itself, runs with nothing beside it."""
+FAIL_AT = 5
+"""A single request that crashed so often is given up."""
 
 
 class LeasePart(Part):
@@ -59,13 +70,13 @@ class LeasePart(Part):
         self, wanted: Sequence[ShardId], worker: str, ttl_seconds: float, models: Collection[str] | None = None
     ) -> list[Lease]:
         """Leases those of the shards that are claimable with such a model (see :meth:`claimable`); of several workers
-        that try at once, one gets each shard."""
+        that try at once, one gets each shard. A request whose workers died too often comes as ``alone``."""
         if not wanted:
             return []
         terms = {"worker": worker, "ttl": ttl_seconds, **_served(models)}
         with self._database.writing() as connection:
             leases = [
-                Lease(ShardId(row.batch_id, row.shard_no), row.fence, row.attempts)
+                Lease(ShardId(row.batch_id, row.shard_no), row.fence, row.attempts, alone=_must_be_alone(row))
                 for parameters in named(wanted)
                 for row in connection.execute(_CLAIM, {**parameters, **terms})
             ]
@@ -74,11 +85,9 @@ class LeasePart(Part):
     def pending_requests(self, lease: Lease) -> list[Request]:
         """The requests of the shard that have no outcome, by index."""
         with self._database.reading() as connection:
-            [parameters] = named([lease.shard])
-            limits = connection.execute(_LIMITS, parameters).one_or_none()
-            if limits is None:
+            inside = limits_of(connection, lease.shard)
+            if inside is None:
                 return []
-            inside = {"batch": lease.shard.batch_id, "first": limits.first_index, "last": limits.last_index}
             finished = set(connection.execute(_FINISHED, inside).scalars())
             rows = connection.execute(_REQUESTS, inside)
             return [request_of(row) for row in rows if row.index_ not in finished]
@@ -98,6 +107,20 @@ class LeasePart(Part):
                 connection.execute(_RELEASE, parameters)
 
 
+def limits_of(connection: Connection, shard: ShardId) -> dict[str, Any] | None:
+    """Parameters for in_range; None where the shard is not there any more."""
+    [parameters] = named([shard])
+    limits = connection.execute(_LIMITS, parameters).one_or_none()
+    if limits is None:
+        return None
+    return {"batch": shard.batch_id, "first": limits.first_index, "last": limits.last_index}
+
+
+def _must_be_alone(claimed: Row[Any]) -> bool:
+    crashes_before: int = claimed.attempts - 1 - claimed.forgiven
+    return bool(claimed.requests == 1 and crashes_before >= ALONE_AT)
+
+
 def _served(models: Collection[str] | None) -> dict[str, Any]:
     """Parameters for _IS_SERVED."""
     return {"any_model": models is None, "models": sorted(models or ())}
@@ -109,9 +132,12 @@ def _still_held(connection: Connection, leases: Collection[Lease]) -> set[ShardI
     return {lease.shard for lease in leases if states.get(lease.shard) == ("leased", lease.fence)}
 
 
+# Right for shards that nobody holds: a claim that is still good is among the attempts, too.
+CRASHED_TOO_OFTEN = shards.c.attempts - shards.c.forgiven >= sa.case((shards.c.requests > 1, SPLIT_AT), else_=FAIL_AT)
 _IS_CLAIMABLE = (
     IS_UNFINISHED,
     free_at(database_seconds()),
+    sa.not_(CRASHED_TOO_OFTEN),
     batches.c.submitted_at.is_not(None),
     batches.c.cancel_requested_at.is_(None),
     batches.c.paused_at.is_(None),
@@ -163,7 +189,9 @@ _CLAIM = (
         lease_until=database_seconds() + sa.bindparam("ttl", type_=sa.Double),
         started_at=sa.func.coalesce(shards.c.started_at, database_instant()),
     )
-    .returning(shards.c.batch_id, shards.c.shard_no, shards.c.fence, shards.c.attempts)
+    .returning(
+        *(shards.c[name] for name in ("batch_id", "shard_no", "fence", "attempts", "forgiven", "requests")),
+    )
 )
 _RENEW = sa.update(shards).where(IS_NAMED).values(lease_until=database_seconds() + sa.bindparam("ttl", type_=sa.Double))
 _RELEASE = sa.update(shards).where(IS_NAMED).values(state="ready", attempts=shards.c.attempts - 1, lease_until=0)

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from batchjobs.clock import database_instant
+from batchjobs.failpoints import reach
 from batchjobs.store.bulk import insert_rows
 from batchjobs.store.conditions import IS_NAMED, OUTCOMES, in_range
 from batchjobs.store.locks import locked_shards, named
 from batchjobs.store.part import Part
+from batchjobs.store.partial import delete_ended
 from batchjobs.store.records import Recorded
 from batchjobs.store.rows import completion_row
 from batchjobs.tables import completions, instant_text, shards
@@ -47,15 +49,17 @@ class OutcomePart(Part):
             return Recorded(done=[], stale=[])
         with self._database.writing() as connection:
             held = locked_shards(connection, [lease.shard for lease in given])
-            stale = [lease.shard for lease in given if not _may_write(lease, held.get(lease.shard))]
+            stale = [lease.shard for lease in given if not may_write(lease, held.get(lease.shard))]
             new = {
                 lease.shard: _without_stored(connection, held[lease.shard], completions)
                 for lease, completions in given.items()
-                if _may_write(lease, held.get(lease.shard))
+                if may_write(lease, held.get(lease.shard))
             }
             insert_rows(connection, completions, _rows(new, held))
+            delete_ended(connection, [held[shard] for shard, outcomes in new.items() if outcomes])
             _count(connection, new)
             done = _close_finished(connection, new, held)
+            reach("inside_record")
         return Recorded(done=done, stale=stale)
 
 
@@ -66,7 +70,7 @@ def _by_lease(records: Sequence[tuple[Lease, Completion]]) -> dict[Lease, list[C
     return given
 
 
-def _may_write(lease: Lease, row: Row[Any] | None) -> bool:
+def may_write(lease: Lease, row: Row[Any] | None) -> bool:
     """A shard that is done under this very fence was finished by an earlier run of the same call."""
     return row is not None and row.fence == lease.fence and row.state in ("leased", "done")
 
@@ -80,11 +84,16 @@ def _without_stored(connection: Connection, row: Row[Any], given: Sequence[Compl
     for index, choice in distinct:
         if choice and (index, 0) not in distinct:
             raise ValueError(f"choice {choice} of request {index} came without the first one")
-    stored: set[int] = set()
-    if row.completed + row.failed + row.cancelled + row.expired:
-        inside = {"batch": row.batch_id, "first": row.first_index, "last": row.last_index}
-        stored.update(connection.execute(_STORED, inside).scalars())
+    stored = stored_indexes(connection, row)
     return [distinct[key] for key in sorted(distinct) if key[0] not in stored]
+
+
+def stored_indexes(connection: Connection, row: Row[Any]) -> set[int]:
+    """The requests of a locked shard that have their outcome."""
+    if not row.completed + row.failed + row.cancelled + row.expired:
+        return set()
+    inside = {"batch": row.batch_id, "first": row.first_index, "last": row.last_index}
+    return set(connection.execute(_STORED, inside).scalars())
 
 
 def _rows(new: Mapping[ShardId, Sequence[Completion]], held: Mapping[ShardId, Row[Any]]) -> list[tuple[Any, ...]]:

@@ -144,11 +144,10 @@ def _read_page(connection: Connection, batch_id: str, after_index: int, limit: i
     if not rows or created_at is None:
         return []
     # Shards before completions: where a request ends in between, its completion is seen.
-    numbers = [row.shard_no for row in rows]
-    live = set(connection.execute(_LIVE, {"batch": batch_id, "first": min(numbers), "last": max(numbers)}).scalars())
+    inside = {"batch": batch_id, "first": rows[0].index_, "last": rows[-1].index_}
+    live = _live(connection, rows, inside)
     most = limit + MAX_CHOICES
-    inside = {"batch": batch_id, "first": rows[0].index_, "last": rows[-1].index_, "limit": most}
-    found = connection.execute(_COMPLETIONS, inside).all()
+    found = connection.execute(_COMPLETIONS, {**inside, "limit": most}).all()
     if len(found) == most:  # many choices: the page ends before the request that may have more of them
         rows = [row for row in rows if row.index_ < found[-1].index_]
     outcomes: defaultdict[int, list[Row[Any]]] = defaultdict(list)
@@ -157,10 +156,21 @@ def _read_page(connection: Connection, batch_id: str, after_index: int, limit: i
     return [_Found(created_at, row, _state(row, outcomes[row.index_], live), outcomes[row.index_]) for row in rows]
 
 
+def _live(connection: Connection, rows: Sequence[Row[Any]], inside: dict[str, Any]) -> set[int]:
+    """Which of these requests are in a shard that a worker holds: the one that they were put into, or one that took
+    its place for a single request."""
+    numbers = [row.shard_no for row in rows]
+    wanted = {**inside, "first_shard": min(numbers), "last_shard": max(numbers)}
+    held = connection.execute(_HELD, wanted).all()
+    shards_held = {row.shard_no for row in held}
+    singles = {row.first_index for row in held if row.requests == 1}
+    return {row.index_ for row in rows if row.shard_no in shards_held or row.index_ in singles}
+
+
 def _state(request: Row[Any], choices: Sequence[Row[Any]], live: Collection[int]) -> str:
     if choices:
         return RequestStatus.of_choices(RequestStatus(choice.status) for choice in choices)
-    return "running" if request.shard_no in live else "queued"
+    return "running" if request.index_ in live else "queued"
 
 
 def _rows_in_a_page(page: Sequence[_Found]) -> int:
@@ -183,11 +193,15 @@ _COMPLETIONS = (
     .limit(sa.bindparam("limit", type_=sa.Integer))
 )
 _CREATED_AT = sa.select(batches.c.created_at).where(batches.c.id == sa.bindparam("batch"))
-_LIVE = sa.select(shards.c.shard_no).where(
-    shards.c.batch_id == sa.bindparam("batch"),
-    shards.c.shard_no.between(sa.bindparam("first"), sa.bindparam("last")),
-    shards.c.state == "leased",
-    shards.c.lease_until > database_seconds(),
+_LIVE = sa.select(shards.c.shard_no, shards.c.first_index, shards.c.requests).where(
+    shards.c.batch_id == sa.bindparam("batch"), shards.c.state == "leased", shards.c.lease_until > database_seconds()
+)
+_HELD = sa.union_all(
+    _LIVE.where(shards.c.shard_no.between(sa.bindparam("first_shard"), sa.bindparam("last_shard"))),
+    # Written out, because the index on shards of one request is only used for these very words.
+    _LIVE.where(
+        sa.text("shards.requests = 1"), shards.c.first_index.between(sa.bindparam("first"), sa.bindparam("last"))
+    ),
 )
 # Written out, because the indexes on failed and on accepted rows are only used for these very words.
 _FAILED_INDEXES = (

@@ -45,6 +45,24 @@ class Recorded:
     stale: list[ShardId]
 
 
+@dataclass(frozen=True, slots=True)
+class Isolated:
+    """What :meth:`Store.isolate` did: shards replaced by one a request, and single requests that were given up."""
+
+    split: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retried:
+    """What :meth:`Store.retry_failed` did: ``requests`` run again. ``refused`` lines are left, because they can never
+    run, and ``held`` ones, because a worker holds their shard right now."""
+
+    requests: int = 0
+    refused: int = 0
+    held: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     """What a worker says of itself when it starts, and again when its model changes."""

@@ -1,4 +1,4 @@
-"""Requests and completions as rows, and back.
+"""Requests, completions and checkpoints as rows, and back.
 
 Rows are made of text and numbers alone, JSON and instants included, and are the same for both databases: that is what
 makes bulk inserts fast. Neither NUL, which PostgreSQL refuses, nor half of a surrogate pair gets into the row of a
@@ -14,11 +14,12 @@ import orjson
 import sqlalchemy as sa
 
 from batchjobs.errors import UsageError
-from batchjobs.tables import completions, instant_text, requests
+from batchjobs.tables import checkpoints, completions, instant_text, requests
 from batchjobs.types import (
     Completion,
     Endpoint,
     FinishReason,
+    Progress,
     PromptScores,
     Request,
     RequestError,
@@ -38,15 +39,17 @@ def _as_text(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     return sa.cast(column, sa.Text).label(column.name) if isinstance(column.type, sa.JSON) else column
 
 
-REQUEST_COLUMNS = tuple(
-    requests.c.index.label("index_") if column.name == "index" else _as_text(column) for column in requests.columns
-)
+def readable(table: sa.Table) -> tuple[sa.ColumnElement[Any], ...]:
+    """All columns of the table, JSON as text and ``index`` as index_, for rows have a method of that name."""
+    return tuple(column.label("index_") if column.name == "index" else _as_text(column) for column in table.columns)
+
+
+REQUEST_COLUMNS = readable(requests)
 """What request_of reads."""
-COMPLETION_COLUMNS = tuple(
-    completions.c.index.label("index_") if column.name == "index" else _as_text(column)
-    for column in completions.columns
-)
+COMPLETION_COLUMNS = readable(completions)
 """What completion_of reads."""
+CHECKPOINT_COLUMNS = readable(checkpoints)
+"""What progress_of reads."""
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 _NO_TOKENS = "[]"
@@ -117,6 +120,27 @@ def completion_row(batch_id: str, completion: Completion, created_at: str) -> tu
         c.attempt,
         None if c.error is None else _error_json(c.error),
         None if c.prompt_scores is None else _prompt_scores_json(c.prompt_scores),
+    )
+
+
+def checkpoint_row(
+    batch_id: str, index: int, progress: Progress, fence: int, model_version: str, updated_at: str
+) -> tuple[Any, ...]:
+    """In the order of the table's columns."""
+    p = progress
+    return (
+        batch_id,
+        index,
+        p.choice,
+        fence,
+        orjson.dumps(p.token_ids).decode(),
+        _tokens_json(p.tokens),
+        orjson.dumps(p.logprobs).decode(),
+        None if p.top_logprobs is None else _top_logprobs_json(p.top_logprobs),
+        orjson.dumps(p.token_times).decode(),
+        instant_text(p.started_at),
+        updated_at,
+        model_version,
     )
 
 
@@ -196,6 +220,20 @@ def completion_of(row: Any) -> Completion:
         finished_at=row.finished_at,
         error=None if row.error is None else RequestError(**orjson.loads(row.error)),
         prompt_scores=None if row.prompt_logprobs is None else _prompt_scores(orjson.loads(row.prompt_logprobs)),
+    )
+
+
+def progress_of(row: Any) -> Progress:
+    """Of a row with CHECKPOINT_COLUMNS."""
+    tops = None if row.top_logprobs is None else orjson.loads(row.top_logprobs)
+    return Progress(
+        choice=row.choice,
+        token_ids=tuple(orjson.loads(row.token_ids)),
+        tokens=_texts(orjson.loads(row.tokens)),
+        logprobs=_numbers(orjson.loads(row.logprobs)),
+        token_times=tuple(orjson.loads(row.token_times)),
+        top_logprobs=None if tops is None else tuple(map(_top_logprobs, tops)),
+        started_at=row.started_at,
     )
 
 

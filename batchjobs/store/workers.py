@@ -1,7 +1,8 @@
-"""Workers and the versions of the models they serve."""
+"""Workers, their clocks, and the versions of the models they serve."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from batchjobs.tables import model_versions, workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from sqlalchemy.engine import Connection
 
 DEAD_SECONDS = 30.0
 """A worker that was silent for longer, twice the default lease, is taken to be dead."""
@@ -67,6 +70,14 @@ class WorkerPart(Part):
         rows = [WorkerRow(**{field.name: getattr(row, field.name) for field in fields(WorkerRow)}) for row in found]
         return sorted(map(_judged, rows), key=_rank)
 
+    def clock_skew_seconds(self) -> float:
+        """How far the clock of this host is ahead of the database's, in seconds; negative where it is behind.
+
+        Right to half a round trip.
+        """
+        with self._database.reading() as connection:
+            return min((_skew(connection) for _ in range(3)), key=lambda measured: measured[0])[1]
+
     def register_model_version(
         self, version: str, name: str, source: str, dtype: str, details: Mapping[str, Any]
     ) -> None:
@@ -75,6 +86,14 @@ class WorkerPart(Part):
         with self._database.writing() as connection:
             known = insert_if_new(connection, model_versions).values(**row, created_at=database_instant())
             connection.execute(known)
+
+
+def _skew(connection: Connection) -> tuple[float, float]:
+    """Seconds that the question took, and the difference of the clocks in the middle of it."""
+    begun, before = time.perf_counter(), time.time()
+    there = connection.execute(sa.select(database_seconds())).scalar_one()
+    took = time.perf_counter() - begun
+    return took, before + took / 2 - there
 
 
 def _judged(row: WorkerRow) -> WorkerRow:

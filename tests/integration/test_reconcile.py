@@ -10,7 +10,7 @@ from batchjobs.errors import ConnectionFailed
 from batchjobs.queue import JobQueue
 from batchjobs.reconcile import Reconciled, reconcile
 from batchjobs.types import BatchStatus, Priority
-from tests.support.batches import FOREVER, GONE, claim, create, finish, request, submit
+from tests.support.batches import FOREVER, GONE, claim, crash, create, finish, request, submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,6 +113,40 @@ def test_without_redis_cancelled_shards_are_swept_all_the_same(
     with pytest.raises(ConnectionFailed):
         reconcile(store, queue)
     assert store.batch(batch_id).status == BatchStatus.CANCELLED
+
+
+def test_shards_whose_workers_died_are_split_and_their_requests_queued(store: Store, queue: JobQueue) -> None:
+    batch_id = submit(store, 8)
+    assert reconcile(store, queue) == Reconciled(queued=2)
+    crash(store, batch_id, 0, times=2)
+    assert reconcile(store, queue) == Reconciled(queued=4, split=1)
+    assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-{n}" for n in range(6)]
+    assert reconcile(store, queue) == Reconciled()
+
+
+def test_the_queue_is_filled_after_a_split_though_it_looks_long_enough(store: Store, queue: JobQueue) -> None:
+    cancelled, batch_id = submit(store, 40), submit(store, 4)
+    reconcile(store, queue)
+    store.cancel_batch(cancelled)
+    crash(store, batch_id, 0, times=2)
+    assert reconcile(store, queue) == Reconciled(queued=4, split=1)
+
+
+def test_a_request_whose_workers_always_die_is_given_up(store: Store, queue: JobQueue) -> None:
+    batch_id = submit(store, 1)
+    crash(store, batch_id, times=5)
+    assert reconcile(store, queue) == Reconciled(failed=1)
+    assert store.batch(batch_id).status == BatchStatus.COMPLETED
+
+
+def test_a_submission_that_was_cut_a_day_ago_is_discarded(
+    store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store)
+    assert reconcile(store, queue) == Reconciled()
+    monkeypatch.setattr("batchjobs.reconcile.ABANDONED_SECONDS", -60.0)
+    assert reconcile(store, queue) == Reconciled(discarded=1)
+    assert store.batches() == []
 
 
 def test_pages_are_walked_to_the_end(store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:

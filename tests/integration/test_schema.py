@@ -24,7 +24,7 @@ from batchjobs.errors import BatchjobsError
 from batchjobs.store import Store
 from batchjobs.tables import VIEWS, metadata
 from batchjobs.types import PromptScores, ShardId
-from tests.support.batches import answer, failure, submit
+from tests.support.batches import answer, claim, crash, failure, submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,6 +120,28 @@ class TestUpgrading:
         _, rows = store.select('SELECT "index", state, error_code FROM results ORDER BY "index"')
         assert list(rows) == [(0, "completed", None), (1, "failed", "e"), (2, "completed", None)]
         store.close()
+
+    def test_rows_of_the_second_revision_stay_and_can_be_split_and_retried(self, empty_database_url: str) -> None:
+        migrate(empty_database_url, command.upgrade, "0002")
+        execute(empty_database_url, *rows_of_the_first_revision())
+        schema.upgrade(empty_database_url)
+        store = Store(empty_database_url)
+        assert list(store.select("SELECT loaded_at = created_at FROM batches")[1]) == [(1,)]
+        crash(store, "B", times=2)
+        assert store.isolate().split == 1
+        assert store.retry_failed("B").requests == 1
+        claim(store, "B", 3)
+        states = 'SELECT "index", state FROM results ORDER BY "index"'
+        assert list(store.select(states)[1]) == [(0, "completed"), (1, "queued"), (2, "running")]
+        assert [past.text for past in store.past_completions("B", 1)] == ["old"]
+        store.close()
+        migrate(empty_database_url, command.downgrade, "0002")
+        store = Store(empty_database_url)
+        assert [state for _, state in store.select(states)[1]] == ["completed", "queued", "queued"]
+        assert list(store.select("SELECT total, completed, failed FROM batch_progress")[1]) == [(3, 1, 0)]
+        store.close()
+        schema.upgrade(empty_database_url)
+        assert schema.check(empty_database_url) == []
 
     def test_a_migration_that_fails_leaves_nothing(
         self, empty_database_url: str, monkeypatch: pytest.MonkeyPatch
@@ -308,6 +330,11 @@ def _uncommented_postgresql(connection: sa.Connection) -> list[str]:
     return [row.name for row in rows]
 
 
+def read(store: Store, sql: str) -> None:
+    with store._database.reading() as connection:
+        connection.exec_driver_sql(sql).all()
+
+
 class TestPlans:
     """Queries that run all the time find their rows by an index, whatever else is in the tables."""
 
@@ -322,6 +349,12 @@ class TestPlans:
                 "requests USING INDEX uq_requests_batch_id_custom_id",
             ),
             (lambda store, batch_id: store.batch(batch_id), r"s USING INDEX sqlite_autoindex_shards_1 \(batch_id=\?\)"),
+            (lambda store, batch_id: store.isolate(), "shards USING INDEX ix_shards_unfinished"),
+            (lambda store, batch_id: list(store.results(batch_id)), "shards USING INDEX ix_shards_single"),
+            (
+                lambda store, batch_id: read(store, f"SELECT state FROM results WHERE batch_id = '{batch_id}'"),
+                r"x USING INDEX ix_shards_single \(batch_id=\? AND first_index=\?\)",
+            ),
         ],
     )
     def test_on_sqlite(self, tmp_path: Path, call, table: str) -> None:

@@ -8,9 +8,13 @@ from threading import Barrier
 from typing import TYPE_CHECKING
 
 import pytest
+import sqlalchemy as sa
 
+from batchjobs.clock import database_instant
 from batchjobs.errors import KeyConflict, LineError, NotFound, UsageError
 from batchjobs.store import DuplicateCustomId, Store
+from batchjobs.store import batches as store_batches
+from batchjobs.tables import batches
 from batchjobs.types import BatchStatus, Counts, Endpoint, Priority, Request, RequestStatus, ShardId, TokenCounts
 from tests.support.batches import GONE, answer, claim, create, failure, finish, request, submit
 
@@ -255,6 +259,84 @@ class TestDiscarding:
         with pytest.raises(UsageError, match="was submitted; cancel it instead"):
             store.discard_batch(batch_id)
         assert store.batch(batch_id).counts.total == 1
+
+
+class TestAbandoned:
+    """A submission that was cut and that nobody ran again. # A-q-02"""
+
+    def age(self, store: Store, batch_id: str, *, created: float = 0.0, loaded: float = 0.0) -> None:
+        """Moves the batch back in time by so many hours."""
+        row = sa.update(batches).where(batches.c.id == batch_id)
+        with store._database.writing() as connection:
+            found = connection.execute(sa.select(batches).where(batches.c.id == batch_id)).one()
+            moved = {
+                "created_at": found.created_at - timedelta(hours=created),
+                "loaded_at": found.loaded_at - timedelta(hours=loaded),
+            }
+            connection.execute(row.values(**moved))
+
+    def test_only_what_is_loading_and_idle_for_so_long(self, store: Store) -> None:
+        idle, busy, fresh = (create(store, key=key) for key in ("idle", "busy", None))
+        opened = submit(store, 4)
+        for batch_id in (idle, busy):
+            store.add_requests(batch_id, [request(n) for n in range(3)], {3: LineError(4, "bad")})
+        for batch_id in (idle, busy, opened):
+            self.age(store, batch_id, created=30, loaded=25)
+        store.add_requests(busy, [request(0)])  # nothing new, but somebody is at it
+        assert store.discard_abandoned(24 * 3600) == 1
+        assert {info.id for info in store.batches()} == {busy, fresh, opened}
+        assert (count_rows(store, "requests"), count_rows(store, "completions")) == (8, 1)
+        assert store.discard_abandoned(24 * 3600) == 0
+
+    def test_whoever_begins_the_same_submission_again_keeps_it(self, store: Store) -> None:
+        batch_id = create(store, key="k")
+        self.age(store, batch_id, created=30, loaded=30)
+        assert create(store, key="k") == batch_id
+        assert store.discard_abandoned(24 * 3600) == 0
+
+    def test_a_young_batch_of_an_older_version_is_kept(self, store: Store) -> None:
+        """That one knows nothing of the column, which is then long ago."""
+        batch_id = create(store)
+        self.age(store, batch_id, loaded=24 * 365 * 50)
+        assert store.discard_abandoned(24 * 3600) == 0
+        self.age(store, batch_id, created=25)
+        assert store.discard_abandoned(24 * 3600) == 1
+
+    def test_requests_that_come_in_the_middle_stop_it(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("batchjobs.store.batches._DISCARD_CHUNK", 2)
+        batch_id = create(store, key="k")
+        store.add_requests(batch_id, [request(n) for n in range(6)])
+        self.age(store, batch_id, created=30, loaded=30)
+        delete = store_batches._delete_some
+        calls = []
+
+        def delete_and_be_overtaken(connection: sa.Connection, batch_id: str) -> bool:
+            calls.append(batch_id)
+            if len(calls) == 2:  # as if it had come between two transactions
+                connection.execute(sa.update(batches).values(loaded_at=database_instant()))
+            return delete(connection, batch_id)
+
+        monkeypatch.setattr(store_batches, "_delete_some", delete_and_be_overtaken)
+        assert store.discard_abandoned(24 * 3600) == 0
+        assert (len(calls), count_rows(store, "requests")) == (2, 2)
+        store.add_requests(batch_id, [request(n) for n in range(6)])
+        store.open_batch(batch_id)
+        assert store.batch(batch_id).counts == Counts(total=6, queued=6)
+
+    def test_several_at_once(self, store: Store) -> None:
+        for _ in range(6):
+            batch_id = create(store)
+            store.add_requests(batch_id, [request(n) for n in range(3)])
+            self.age(store, batch_id, created=30, loaded=30)
+        start = Barrier(3)
+
+        def discard(_: int) -> int:
+            start.wait()
+            return store.discard_abandoned(24 * 3600)
+
+        with ThreadPoolExecutor(3) as pool:
+            assert sum(pool.map(discard, range(3))) == 6
+        assert (store.batches(), count_rows(store, "requests")) == ([], 0)
 
 
 class TestProgress:

@@ -45,7 +45,7 @@ class TestClaimable:
         assert store.claimable(10) == [(ShardId(batch_id, 2), Priority.DEFAULT)]
 
     def test_a_lease_that_ran_out_is_claimable_again(self, store: Store) -> None:
-        batch_id = submit(store, 4)
+        batch_id = submit(store, 1)
         for ttl in (0.0, GONE):
             claim(store, batch_id, ttl=ttl)
             assert store.claimable_count() == 1
@@ -125,7 +125,7 @@ class TestPendingRequests:
 
 class TestRenewing:
     def test_a_lease_that_ran_out_can_be_kept_until_somebody_takes_it(self, store: Store) -> None:
-        batch_id = submit(store, 8)
+        batch_id = submit(store, 2, shard_size=1)
         lost, kept = claim(store, batch_id, 0, ttl=GONE), claim(store, batch_id, 1, ttl=GONE)
         taken = claim(store, batch_id, 0, ttl=GONE, worker="w2")
         assert store.renew([lost, kept], FOREVER) == {kept.shard}

@@ -1,7 +1,8 @@
-"""Workers and model versions."""
+"""Workers, their clocks, and model versions."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -127,3 +128,11 @@ def test_the_first_entry_of_a_model_version_stays(store: Store) -> None:
     columns = "version, name, source, dtype, details"
     _, rows = store.select(f"SELECT {columns} FROM model_versions")
     assert list(rows) == [("v1", "tiny", "/models/tiny", "float32", '{"revision":"abc","parameters":135}')]
+
+
+def test_the_clock_of_this_host_against_the_databases(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert abs(store.clock_skew_seconds()) < 1.0
+    now = time.time
+    for ahead in (90.0, -90.0):
+        monkeypatch.setattr(time, "time", lambda ahead=ahead: now() + ahead)
+        assert store.clock_skew_seconds() == pytest.approx(ahead, abs=1.0)

@@ -11,6 +11,7 @@ from batchjobs.types import (
     FinishReason,
     Lease,
     Priority,
+    Progress,
     Request,
     RequestError,
     RequestStatus,
@@ -94,6 +95,29 @@ def failure(index: int, code: str = "context_length_exceeded", message: str = "t
     )
 
 
+def progress(count: int = 2, *, choice: int = 0, **values: Any) -> Progress:
+    """So far ``count`` tokens of what :func:`answer` has; other fields as given."""
+    given: dict[str, Any] = {
+        "token_ids": tuple(range(100, 100 + count)),
+        "tokens": tuple(f" t{n}" for n in range(count)),
+        "logprobs": tuple(-0.5 * n for n in range(count)),
+        "token_times": tuple(0.25 * (n + 1) for n in range(count)),
+        "started_at": STARTED,
+        **values,
+    }
+    return Progress(choice=choice, **given)
+
+
+def crash(store: Store, batch_id: str, shard_no: int = 0, *, times: int = 1, worker: str = "w1") -> Lease:
+    """Workers that take the shard and die, one after the other. The lease of the last one."""
+    return [claim(store, batch_id, shard_no, ttl=GONE, worker=worker) for _ in range(times)][-1]
+
+
 def finish(store: Store, lease: Lease) -> Recorded:
     """Answers all that the lease has left."""
     return store.record([(lease, answer(pending.index)) for pending in store.pending_requests(lease)])
+
+
+def select(store: Store, query: str) -> list[tuple[Any, ...]]:
+    """All that a query gives."""
+    return [tuple(row) for row in store.select(query, 100_000)[1]]
