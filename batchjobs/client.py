@@ -14,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchjobs.connections import connect_queue, connect_store
-from batchjobs.errors import ConnectionFailed, UsageError
+from batchjobs.errors import BatchjobsError, ConnectionFailed, UsageError
 from batchjobs.inputs import Submittable, open_source
 from batchjobs.models import asked_for
 from batchjobs.results import Result
+from batchjobs.retrying import Retry, retry
 from batchjobs.sampling_fields import Defaults
 from batchjobs.settings import Settings, load_settings
 from batchjobs.submission import Plan, submit
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
     from batchjobs.queue import JobQueue
     from batchjobs.store import Store, WorkerRow
+
+SILENT_SECONDS = 10.0
+"""A worker whose heartbeat in SQL is older may be cut off from the database; it says so over Redis."""
 
 
 class Client:
@@ -126,8 +131,20 @@ class Client:
         return self.store.batches(limit)
 
     def workers(self) -> list[WorkerRow]:
-        """Workers that live, and those that ended or fell silent lately."""
-        return self.store.workers()
+        """Workers that live, and those that ended or fell silent lately. The state of one that is cut off from the
+        database is what it says of itself over Redis."""
+        rows = self.store.workers()
+        if not any(row.stopped_at is None and row.heartbeat_age_seconds > SILENT_SECONDS for row in rows):
+            return rows
+        notes = self.worker_notes()
+        return [replace(row, state=notes[row.name]) if row.name in notes else row for row in rows]
+
+    def worker_notes(self) -> dict[str, str]:
+        """What living workers say over Redis that they wait for, by name; empty where Redis cannot be reached."""
+        try:
+            return self.queue.worker_notes()
+        except BatchjobsError:
+            return {}
 
     def cancel_batch(self, batch_id: str) -> Counts:
         """Cancels what has not ended. Raises NotFound."""
@@ -141,6 +158,13 @@ class Client:
         """Cancels one request, unless it has ended. Raises NotFound."""
         self.store.cancel_request(batch_id, index)
         self._wake_workers()
+
+    def retry_failed(self, batch_id: str) -> Retry:
+        """Lets the failed requests of a batch run again. Raises NotFound, or UsageError if it was cancelled."""
+        done = retry(self.store, lambda: self.queue, batch_id)
+        if done.warning is not None:
+            warnings.warn(done.warning, stacklevel=2)
+        return done
 
     def _wake_workers(self) -> None:
         # Workers look into SQL every second or two by themselves.
@@ -209,6 +233,14 @@ class Batch:
     def cancel(self) -> Counts:
         """Cancels what has not ended; finished requests and partial texts stay. May be called again."""
         return self._client.cancel_batch(self.id)
+
+    def retry_failed(self) -> Retry:
+        """Lets the failed requests run again; answers that are there stay as they are. May be called again.
+
+        Refused lines can never run. An unreachable queue is a warning only: the requests run once a worker reaches it.
+        Raises UsageError if the batch was cancelled.
+        """
+        return self._client.retry_failed(self.id)
 
 
 def _priority(value: Priority | str) -> Priority:

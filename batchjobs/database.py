@@ -6,6 +6,7 @@ Invariants:
   would refuse at once. Waiting for the lock is done here, in small random steps, so that no process is starved.
 - Reading never waits for a writer, nor a writer for a reader: WAL on SQLite, row versions on PostgreSQL.
 - Every failure of the connection leaves as ConnectionFailed, with a sentence and without a password.
+- No connection is shared by two processes: a process that forks closes its idle ones before, and the child begins anew.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import re
 import sqlite3
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+import weakref
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +49,12 @@ class Database:
         self.place = _place(self._url)
         self.engine = _sqlite_engine(self._url) if self.is_sqlite else _postgresql_engine(self._url)
         self._writing_engine = self.engine.execution_options(**_BEGIN_IMMEDIATE) if self.is_sqlite else self.engine
-        # Threads of one process queue up here, which is fair, and only one of them polls SQLite's lock.
-        self._writer = threading.Lock() if self.is_sqlite else nullcontext()
+        self._writer = self._new_writer()
+        _databases.add(self)
+
+    def _new_writer(self) -> AbstractContextManager[object]:
+        """Threads of one process queue up here, which is fair, and only one of them polls SQLite's lock."""
+        return threading.Lock() if self.is_sqlite else nullcontext()
 
     @property
     def url_without_password(self) -> str:
@@ -84,6 +90,11 @@ class Database:
     def close(self) -> None:
         self.engine.dispose()
 
+    def begin_in_child(self) -> None:
+        """After a fork: what other threads of the parent were using is not ours, nor is the lock that they may hold."""
+        self.engine.dispose(close=False)
+        self._writer = self._new_writer()
+
     @contextmanager
     def _failures(self) -> Iterator[None]:
         try:
@@ -94,8 +105,9 @@ class Database:
             failure = self._explain(error.orig, error.connection_invalidated)
             raise failure or error from error.orig
         except self.engine.dialect.loaded_dbapi.Error as error:  # bulk copies run below SQLAlchemy
-            failure = self._explain(error, False)
-            raise failure or error from error
+            if failure := self._explain(error, False):
+                raise failure from error
+            raise
 
     def _explain(self, error: BaseException | None, disconnected: bool) -> BatchjobsError | None:
         if isinstance(error, sqlite3.Error):
@@ -103,6 +115,22 @@ class Database:
         dbapi = self.engine.dialect.loaded_dbapi
         without_answer = isinstance(error, (dbapi.OperationalError, dbapi.InterfaceError)) and not error.sqlstate
         return _explain_postgresql(error, disconnected or without_answer, self.place)
+
+
+_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for database in list(_databases):
+        database.close()
+
+
+def _after_fork_in_child() -> None:
+    for database in list(_databases):
+        database.begin_in_child()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 def parse_url(url: str) -> URL:

@@ -20,7 +20,8 @@ from rq.job import Job
 from rq.registry import clean_registries
 from rq.serializers import JSONSerializer
 from rq.utils import as_text
-from rq.worker_registration import clean_worker_registry
+from rq.worker import BaseWorker
+from rq.worker_registration import REDIS_WORKER_KEYS, clean_worker_registry
 
 from batchjobs.errors import BatchjobsError
 from batchjobs.redis_client import check_server, connect, redis_errors
@@ -38,6 +39,12 @@ QUEUE_NAMES = {priority: f"batchjobs-{priority}" for priority in Priority}
 WAKE_CHANNEL = "batchjobs:wake"
 """A message here tells waiting workers to look at once. It may be lost: they look every second or so anyway."""
 
+NOTE_FIELD = "batchjobs_note"
+"""In a worker's hash: what it waits for, empty when it works."""
+
+RQ_GRACE_SECONDS = 60
+"""What RQ itself adds to the time after which it gives a silent worker up."""
+
 JOB_FUNCTION = "batchjobs.queue.run_shard"
 ENQUEUE_CHUNK = 500
 RESULT_TTL_SECONDS = 300
@@ -51,7 +58,9 @@ STRANDED_SECONDS = 10
 
 _SEEN_TTL_SECONDS = 3600
 _RECONCILE_LOCK = "batchjobs:reconcile"
-_RECONCILE_LOCK_MS = 60_000
+_RECONCILE_LOCK_MS = 10_000
+"""Whoever dies with the lock must not keep the others from it for long; two at once do no harm."""
+
 _PAGE = 10_000
 
 # What is left of an id's earlier life goes before it is queued again: its entry in the lists, a hash that may be about
@@ -266,6 +275,18 @@ class JobQueue:
         for start in range(0, self.connection.llen(key), _PAGE):
             found.update(as_text(i) for i in self.connection.lrange(key, start, start + _PAGE - 1))
         return found
+
+    def worker_notes(self) -> dict[str, str]:
+        """What workers say that they wait for, by name: those that said so with their last heartbeat."""
+        with self._errors(), self.connection.pipeline(transaction=False) as pipe:
+            keys = sorted(as_text(key) for key in self.connection.smembers(REDIS_WORKER_KEYS))
+            for key in keys:
+                pipe.hget(key, NOTE_FIELD)
+                pipe.ttl(key)
+            replies = pipe.execute()
+        prefix = BaseWorker.redis_worker_namespace_prefix
+        said = zip(keys, replies[::2], replies[1::2], strict=True)
+        return {key.removeprefix(prefix): as_text(note) for key, note, ttl in said if note and ttl > RQ_GRACE_SECONDS}
 
     # Keeping in order
 

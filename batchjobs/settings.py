@@ -38,6 +38,7 @@ class Settings(BaseSettings):
     shard_size: int = Field(64, ge=1, le=100_000, description="requests in one entry of the queue")
     lease_seconds: float = Field(15, gt=0, description="how long a silent worker keeps its shards")
     heartbeat_seconds: float = Field(3, gt=0, description="how often a worker says that it is alive")
+    checkpoint_seconds: float = Field(5, ge=0, description="how often unfinished answers are stored; 0: never")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     page_size: int = Field(16, ge=1, description="tokens in one page of the KV cache")
@@ -121,7 +122,7 @@ def config_files() -> list[Path]:
 
 def unknown_variables() -> list[str]:
     """One sentence for each ``BATCHJOBS_*`` variable that sets nothing, most likely a slip of the pen."""
-    known = [f"{ENV_PREFIX}{name.upper()}" for name in (*Settings.model_fields, "debug")]
+    known = [f"{ENV_PREFIX}{name.upper()}" for name in (*Settings.model_fields, "debug", "failpoints")]
     sentences = []
     for name in sorted(os.environ):
         if name.startswith(ENV_PREFIX) and name not in known:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from batchjobs.errors import BatchjobsError, InvalidInput, LineError, UsageError
+from batchjobs.failpoints import reach
 from batchjobs.inputs import Input, RereadableInput, fingerprint, numbered_lines
 from batchjobs.jsonl import InvalidLineError, parse_line
 from batchjobs.sampling_fields import NO_DEFAULTS, Defaults
@@ -110,19 +111,23 @@ def _submit(
     loader = _Loader(store, batch_id, plan, progress)
     try:
         loader.load(inputs)
+        reach("submit_before_open")
         shards = store.open_batch(batch_id)
     except BaseException as error:
         if plan.key is None or isinstance(error, UsageError):
             with contextlib.suppress(BatchjobsError):
                 store.discard_batch(batch_id)
         raise
+    reach("submit_after_open")
+    warning = _enqueue(connect, batch_id, shards, plan.queue)
+    reach("submit_after_enqueue")
     return Submission(
         batch_id=batch_id,
         created=True,
         requests=loader.requests,
         line_model=loader.line_model,
         errors=loader.sorted_errors(),
-        warning=_enqueue(connect, batch_id, shards, plan.queue),
+        warning=warning,
     )
 
 
@@ -249,6 +254,7 @@ class _Loader:
         self._rejected.clear()
         self._chunk_bytes = 0
         self._progress(self.requests)
+        reach("submit_after_chunk")
 
     def _refuse_duplicates(self, duplicates: DuplicateCustomId) -> None:
         for custom_id, index, first_index in duplicates.pairs:

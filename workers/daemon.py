@@ -6,7 +6,7 @@
 | intake | claims ahead of need, reads, tokenises |
 | engine | generates |
 | recorder | writes outcomes to SQL |
-| leases, rq, cancels, reconcile | every few seconds each, see :mod:`workers.upkeep` |
+| leases, rq, cancels, reconcile, checkpoints | every few seconds each, see :mod:`workers.upkeep` |
 
 SQL commits first, then RQ hears of it. Whatever dies, SQL's leases run out and somebody else goes on.
 """
@@ -21,14 +21,14 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from batchjobs.connections import connect_queue, connect_store
 from batchjobs.errors import BatchjobsError, UsageError
 from batchjobs.store import WorkerInfo
-from batchjobs.text import plural
+from workers.checkpointer import Checkpointer
 from workers.command_listener import CommandKind
 from workers.holdings import Holdings
 from workers.intake import Intake
@@ -36,6 +36,7 @@ from workers.outcomes import Outcomes
 from workers.periodic import Periodic
 from workers.recorder import Recorder
 from workers.rq_worker import RqWorker
+from workers.shutdown import Shutdown
 from workers.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -51,8 +52,11 @@ log = logging.getLogger("batchjobs.worker")
 
 CANCEL_SECONDS = 1.5
 RECONCILE_SECONDS = 5.0
-GRACE_SECONDS = 20.0
-"""For how long a shutdown waits for the step in progress, and then for the last outcomes to be stored."""
+CHECKPOINT_WAIT_SECONDS = 10.0
+"""How long a checkpoint waits for the engine's step in progress; else the next one comes round."""
+
+SKEW_SECONDS = 5.0
+"""A clock that differs by more from the database's is reported."""
 
 _TICK_SECONDS = 0.1
 _ASK_SECONDS = 0.5
@@ -142,7 +146,10 @@ class Daemon:
         self._rq_beat = Periodic("telling Redis", beat, upkeep.keep_rq)
         self._cancels = Periodic("looking for cancellations", CANCEL_SECONDS, upkeep.watch_cancels)
         self._reconcile = Periodic("reconciling", min(RECONCILE_SECONDS, lease / 2), upkeep.reconcile)
-        self._holdings.on_end = self._rq_beat.wake
+        self._checkpoints = Checkpointer(store, loop, self._holdings)
+        self._saving = Periodic("storing unfinished answers", settings.checkpoint_seconds, self._save)
+        self._saves = settings.checkpoint_seconds > 0
+        self._holdings.on_end = self._on_end
 
     def run(self) -> int:
         """Works until told to end. Returns 0 after an end in good order, 1 when something in it broke."""
@@ -160,7 +167,8 @@ class Daemon:
         self._stop_reason = self._stop_reason or reason
 
     def _threads(self) -> list[Intake | Recorder | Periodic]:
-        return [self._intake, self._recorder, self._leases, self._rq_beat, self._cancels, self._reconcile]
+        periodic = [self._leases, self._rq_beat, self._cancels, self._reconcile]
+        return [self._intake, self._recorder, *periodic, *([self._saving] if self._saves else [])]
 
     # Beginning
 
@@ -169,7 +177,8 @@ class Daemon:
         try:
             self._register()
         except BaseException:
-            self._try("leaving Redis", self._rq.close)
+            with suppress(BatchjobsError):
+                self._rq.close()
             raise
         if not self._loop.is_running:
             self._loop.start()
@@ -180,6 +189,12 @@ class Daemon:
 
     def _register(self) -> None:
         engine = self._loop.engine
+        skew = self._store.clock_skew_seconds()
+        if abs(skew) > SKEW_SECONDS:
+            log.warning(
+                "the clock of this host is %.0f s %s that of the database; leases do not mind, times in results do",
+                *(abs(skew), "ahead of" if skew > 0 else "behind"),
+            )
         self._store.register_model_version(
             engine.model_version, engine.model_name, self._settings.model or engine.model_name, engine.dtype, {}
         )
@@ -202,6 +217,7 @@ class Daemon:
         """Returns when the worker shall end: None in good order, or what broke."""
         while self._stop_reason is None:
             self._obey()
+            self._rq.note = "waiting for the database" if self._is_database_away() else ""
             if broken := self._broken():
                 return broken
             if self._burst and self._is_drained():
@@ -210,6 +226,17 @@ class Daemon:
                 self.stop("done")
         log.info("worker %s ends: %s", self.name, self._stop_reason)
         return None
+
+    def _on_end(self) -> None:
+        """A shard is held no more: Redis is to hear of it, and there is room for another."""
+        self._rq_beat.wake()
+        self._intake.make_room()
+
+    def _save(self) -> None:
+        self._checkpoints.save(CHECKPOINT_WAIT_SECONDS)
+
+    def _is_database_away(self) -> bool:
+        return self._leases.is_failing or self._recorder.is_failing
 
     def _is_time(self) -> bool:
         if self._until is None or time.monotonic() < self._ask_at:
@@ -259,42 +286,19 @@ class Daemon:
     # Ending
 
     def _close(self, broken: str | None) -> None:
-        """Stores what is finished, gives back what is not. After a fault each step is still tried."""
         if broken:
             log.error("worker %s: %s", self.name, broken, exc_info=self._failure())
-        deadline = time.monotonic() + GRACE_SECONDS
-        self._intake.stop(GRACE_SECONDS)
-        self._cancels.stop(1)
-        self._reconcile.stop(1)
-        self._loop.stop(max(0.0, deadline - time.monotonic()))
-        lost = self._recorder.stop(max(1.0, deadline - time.monotonic()))
-        if lost:
-            log.error("%s could not be stored; another worker makes them again", plural(lost, "outcome"))
-        self._leases.stop(1)
-        self._rq_beat.stop(1)
-        self._try("giving back leases", lambda: self._release(broken))
-        self._try("telling Redis", self._rq.flush)
-        self._try("giving shards back to Redis", self._rq.give_back)
-        self._try("storing the last figures", self._upkeep.store_totals)
-        self._try("retiring", lambda: self._store.retire_worker(self.name, "failed" if broken else "stopped"))
-        self._try("leaving Redis", self._rq.close)
-
-    def _release(self, broken: str | None) -> None:
-        leases = self._holdings.give_back()
-        if not leases:
-            return
-        if broken:
-            # Free at once, but the attempt counts: what broke this worker may be in one of these shards.
-            self._store.renew(leases, 0)
-        else:
-            self._store.release(leases)
-        log.info("gave back %s", plural(len(leases), "shard"))
-
-    def _try(self, doing: str, step: Callable[[], object]) -> None:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001  the steps after it are still to be tried
-            log.warning("%s failed; what is left runs out by itself: %s", doing, error)
+        Shutdown(
+            store=self._store,
+            rq=self._rq,
+            loop=self._loop,
+            holdings=self._holdings,
+            recorder=self._recorder,
+            checkpoints=self._checkpoints if self._saves else None,
+            upkeep=self._upkeep,
+            claiming=(self._intake, self._cancels, self._reconcile, self._saving),
+            beating=(self._leases, self._rq_beat),
+        ).run(in_order=broken is None)
 
     def _failure(self) -> BaseException | None:
         failures = [self._loop.failure, *(thread.failure for thread in self._threads())]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from workers.rq_states import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from batchjobs.types import Lease, ShardId
     from workers.engine.loop import EngineLoop
@@ -97,6 +97,16 @@ class Holdings:
     def has(self, lease: Lease) -> bool:
         with self._lock:
             return self._find(lease) is not None
+
+    def held_requests(self, request_ids: Iterable[Hashable]) -> dict[Hashable, tuple[Lease, int]]:
+        """Of these requests of the engine those that still need an outcome from here, each with its lease and index."""
+        with self._lock:
+            unfinished = {
+                request_id(held.lease, index): (held.lease, index)
+                for held in self._held.values()
+                for index in held.unfinished or ()
+            }
+        return {each: unfinished[each] for each in request_ids if each in unfinished}
 
     def wants(self, lease: Lease, index: int) -> bool:
         """Whether the request is still to be run; False once it was cancelled or its lease lost."""

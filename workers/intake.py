@@ -1,8 +1,11 @@
-"""Claims shards ahead of the engine's need, reads their requests and tokenises them, in a thread of its own.
+"""Claims shards ahead of the engine's need, and has them read, in a thread of its own.
 
 As much is held in waiting as fills half of the engine again, so that it never starves; not more, so that other workers
 get their share. While some of them are idle, one that has enough takes no more than an equal part of the queue, and
 where the queue is empty, it gives back what its engine has not begun.
+
+A shard that took its workers down before runs alone: nothing more is claimed until the engine is empty, then it is
+taken, and nothing beside it. So whatever it does it does to no other, and a crash can be nobody else's fault.
 """
 
 from __future__ import annotations
@@ -14,26 +17,20 @@ import random
 import threading
 import time
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING
 
-from batchjobs.errors import BatchjobsError, ConnectionFailed, InvalidParameter
-from batchjobs.text import plural, shortened
-from batchjobs.types import Endpoint, RequestError
-from workers.engine.loop import EngineStopped
-from workers.engine.requests import EngineRequest, PromptError
-from workers.holdings import request_id
+from batchjobs.errors import BatchjobsError, ConnectionFailed
+from batchjobs.failpoints import reach
 from workers.outage import Outage
+from workers.reader import Reader
 from workers.recorder import MAX_BACKLOG
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from batchjobs.store import Store
-    from batchjobs.types import Completion, Lease, Request, ShardId
-    from workers.engine.engine import Engine
+    from batchjobs.types import Lease, ShardId
     from workers.engine.loop import EngineLoop
-    from workers.engine.requests import EngineOutput
     from workers.holdings import Holdings
     from workers.outcomes import Outcomes
     from workers.recorder import Recorder
@@ -73,7 +70,7 @@ class Intake(threading.Thread):
         self._loop = loop
         self._holdings = holdings
         self._recorder = recorder
-        self._outcomes = outcomes
+        self._reader = Reader(store, loop, holdings, recorder, outcomes, on_finish=self.make_room)
         self._models = models  # the names that this worker's model goes by
         self._lease_seconds = lease_seconds
         self._choices_a_shard = float(shard_size)
@@ -82,6 +79,8 @@ class Intake(threading.Thread):
         self._ahead = max(MIN_AHEAD, math.ceil(max_requests / 2))
         self._unread: deque[Lease] = deque()
         self._probe = 1
+        self._is_clearing = False  # for a shard that is to run alone, or while one runs
+        self._is_full = False
         self._empty_until = 0.0
         self._redis_away_until = 0.0
         self._share_at = 0.0
@@ -95,6 +94,10 @@ class Intake(threading.Thread):
         self._empty_until = 0.0
         self._redis_away_until = 0.0
         self._share_at = 0.0
+        self._woken.set()
+
+    def make_room(self) -> None:
+        """Something has ended here: perhaps more is wanted."""
         self._woken.set()
 
     def stop(self, timeout: float | None = None) -> None:
@@ -127,9 +130,22 @@ class Intake(threading.Thread):
 
     def _shortage(self) -> int:
         """How many shards are missing until enough choices wait."""
-        if self._recorder.backlog > MAX_BACKLOG:
+        if self._is_held_up() or (self._is_clearing and len(self._holdings)):
             return 0
+        if self._is_clearing:
+            self._is_clearing = False
+            return 1
         return max(0, math.ceil((self._ahead - self._waiting()) / self._choices_a_shard))
+
+    def _is_held_up(self) -> bool:
+        """Whether so many outcomes wait for the database that nothing more may be begun."""
+        is_full = self._recorder.backlog > MAX_BACKLOG
+        if is_full and not self._is_full:
+            log.warning("%d outcomes wait for the database: nothing more is claimed until it takes them", MAX_BACKLOG)
+        elif self._is_full and not is_full:
+            log.info("the database takes outcomes again: claiming goes on")
+        self._is_full = is_full
+        return is_full
 
     def _waiting(self) -> int:
         """Choices that the engine has not begun. Its own figure leaves out what was added since its last step; ours
@@ -153,6 +169,7 @@ class Intake(threading.Thread):
             self._redis_away_until = time.monotonic() + self._redis.failed(error)
             return self._claim_without_redis(wanted)
         self._redis.over()
+        reach("after_pop")
         if not popped:
             self._empty_until = time.monotonic() + POLL_SECONDS
             return False
@@ -164,6 +181,7 @@ class Intake(threading.Thread):
             with contextlib.suppress(ConnectionFailed):
                 self._rq.put_back(popped)
             raise
+        reach("after_claim")
         leases.sort(key=lambda lease: popped.index(lease.shard))  # the order of the queues
         self._probe = 1 if leases else min(2 * self._probe, MAX_PROBE)
         self._settle(popped, leases, wanted, foreign)
@@ -186,7 +204,8 @@ class Intake(threading.Thread):
 
     def _settle(self, popped: list[ShardId], leases: list[Lease], wanted: int, foreign: set[ShardId]) -> None:
         """Keeps what is wanted of what was claimed, and lets the rest go. Shards for other models go to the end."""
-        kept, surplus = leases[:wanted], leases[wanted:]
+        kept = self._wanted(leases, wanted)
+        surplus = [lease for lease in leases if lease not in kept]
         claimed = {lease.shard for lease in leases}
         for lease in kept:
             self._holdings.take(lease)
@@ -195,11 +214,22 @@ class Intake(threading.Thread):
             self._store.release(surplus)
         try:
             self._rq.start(lease.shard for lease in kept)
+            reach("after_start")
             self._rq.drop(shard for shard in popped if shard not in claimed and shard not in foreign)
             self._rq.put_back((shard for shard in popped if shard in foreign), at_front=False)
             self._rq.put_back(lease.shard for lease in surplus)
         except ConnectionFailed as error:  # SQL has them as ours; the next heartbeat shows them, the next look repairs
             self._redis.failed(error)
+
+    def _wanted(self, leases: list[Lease], wanted: int) -> list[Lease]:
+        """Which of the claimed shards to keep: the first ones, or one that runs alone, once nothing else is here."""
+        alone = next((lease for lease in leases if lease.alone), None)
+        if alone is None:
+            return leases[:wanted]
+        if not self._is_clearing:
+            log.warning("shard %s took its worker down before: it runs alone, the rest is finished first", alone.shard)
+        self._is_clearing = True
+        return [] if len(self._holdings) else [alone]
 
     def _claim_without_redis(self, wanted: int) -> bool:
         """SQL is the truth: while Redis is away or full, work is taken from it directly. Of what is oldest some are
@@ -207,11 +237,14 @@ class Intake(threading.Thread):
         found = self._store.claimable(8 * wanted, models=self._models)
         chosen = dict(random.sample(found, min(wanted, len(found))))
         leases = self._store.claim(list(chosen), self._rq.name, self._lease_seconds, self._models)
-        for lease in leases:
+        kept = self._wanted(leases, wanted)
+        for lease in kept:
             self._holdings.take(lease)
             self._unread.append(lease)
-        self._rq.adopt((lease.shard, chosen[lease.shard]) for lease in leases)
-        return bool(leases)
+        if len(kept) < len(leases):
+            self._store.release([lease for lease in leases if lease not in kept])
+        self._rq.adopt((lease.shard, chosen[lease.shard]) for lease in kept)
+        return bool(kept)
 
     def _share(self) -> None:
         """Gives a shard that only waits here to another worker that has nothing to do."""
@@ -231,71 +264,16 @@ class Intake(threading.Thread):
         except ConnectionFailed as error:
             log.debug("did not share: %s", error)  # nothing depends on it; others say what is wrong
 
-    # Reading and tokenising
+    # Reading
 
     def _read(self) -> bool:
-        """Reads the requests of the shard claimed first, and hands them to the engine one by one."""
+        """Reads the shard claimed first into the engine."""
         lease = self._unread[0]
         if not self._holdings.has(lease):  # lost while the database was away
             self._unread.popleft()
             return True
-        requests = self._store.pending_requests(lease)
+        choices = self._reader.read(lease, self._stopping.is_set)
         self._unread.popleft()
-        choices = {request.index: request.n for request in requests}
-        self._choices_a_shard += 0.2 * (max(1, sum(choices.values())) - self._choices_a_shard)
-        self._holdings.fill(lease, choices)
-        if not requests:
-            self._holdings.lose(lease)
-        log.info("claimed shard %s (%s, attempt %d)", lease.shard, plural(len(requests), "request"), lease.attempt)
-        for request in requests:
-            if self._stopping.is_set():
-                break
-            self._submit(lease, request)
+        self._choices_a_shard += 0.2 * (max(1, choices) - self._choices_a_shard)
         self._added_at_step = self._loop.stats().steps
         return True
-
-    def _submit(self, lease: Lease, request: Request) -> None:
-        if not self._holdings.wants(lease, request.index):
-            self._record(lease, self._outcomes.cancelled(lease, request.index))
-            return
-        try:
-            prompt_ids = encode(self._loop.engine, request)
-            engine_request = EngineRequest(request_id(lease, request.index), prompt_ids, request.sampling)
-            self._loop.engine.compile_format(engine_request.sampling.response_format)
-        except (PromptError, InvalidParameter) as error:
-            code = error.code if isinstance(error, PromptError) else "invalid_request"
-            self._fail(lease, request.index, code, str(error))
-        except Exception as error:  # noqa: BLE001  whatever a tokenizer does with this text, it is this request's alone
-            log.error("request %d of shard %s cannot be tokenised: %r", request.index, lease.shard, error)
-            self._fail(lease, request.index, "tokenization_failed", shortened(f"{type(error).__name__}: {error}", 300))
-        else:
-            self._add(lease, request, engine_request)
-
-    def _add(self, lease: Lease, request: Request, engine_request: EngineRequest) -> None:
-        try:
-            self._loop.add(engine_request, partial(self._on_finish, lease, request))
-        except EngineStopped:  # the main thread has seen it too, and gives everything back
-            self._stopping.set()
-
-    def _fail(self, lease: Lease, index: int, code: str, message: str) -> None:
-        self._record(lease, self._outcomes.failed(lease, index, RequestError(code=code, message=message)))
-
-    def _on_finish(self, lease: Lease, request: Request, output: EngineOutput) -> None:
-        """Runs in the engine's thread."""
-        self._record(lease, self._outcomes.of(output, lease, request))
-        self._woken.set()
-
-    def _record(self, lease: Lease, choices: tuple[Completion, ...]) -> None:
-        if self._holdings.finish(lease, choices[0].index):
-            self._recorder.put(lease, choices)
-
-
-def encode(engine: Engine, request: Request) -> tuple[int, ...]:
-    """The request's prompt as token ids.
-
-    Raises:
-        PromptError: It cannot be run.
-    """
-    if request.endpoint == Endpoint.CHAT:
-        return engine.encode_chat(request.body["messages"], request.body.get("chat_template_kwargs") or {})
-    return engine.encode_prompt(request.body["prompt"])

@@ -45,6 +45,11 @@ class Periodic(threading.Thread):
         self._outage.over()
         return self._seconds
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the server that it needs is away."""
+        return self._outage.is_on
+
     def wake(self) -> None:
         self._woken.set()
 

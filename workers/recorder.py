@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from batchjobs.errors import BatchjobsError
+from batchjobs.failpoints import reach
 from batchjobs.text import shortened
 from batchjobs.types import Completion, Lease, RequestError
 from workers.outage import Outage
@@ -67,6 +68,11 @@ class Recorder(threading.Thread):
         """Rows that SQL does not have yet."""
         return self._backlog
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the database is away."""
+        return self._outage.is_on
+
     def _count(self, more: int) -> None:
         with self._backlog_lock:
             self._backlog += more
@@ -102,9 +108,12 @@ class Recorder(threading.Thread):
             except queue.Empty:
                 break
             rows += len(records[-1][1])
-            if len(records) == 1 and not self._stopping.is_set():
+            if len(records) == 1 and self._more_is_coming():
                 deadline = time.monotonic() + MAX_DELAY_SECONDS
         return records
+
+    def _more_is_coming(self) -> bool:
+        return not self._stopping.is_set() and self._holdings.unfinished > 0
 
     def _persist(self, records: Sequence[Record]) -> bool:
         """Writes the rows, however often it takes. False: the time is up."""
@@ -126,7 +135,9 @@ class Recorder(threading.Thread):
                 return True
 
     def _write(self, records: Sequence[Record]) -> None:
+        reach("before_record")
         recorded = self._store.record([(lease, choice) for lease, choices in records for choice in choices])
+        reach("after_commit_before_ack")
         leases = {lease.shard: lease for lease, _ in records}
         for shard in recorded.stale:
             self._holdings.lose(leases[shard])

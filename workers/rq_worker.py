@@ -32,7 +32,14 @@ from rq.worker import BaseWorker, WorkerStatus
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, register
 
 from batchjobs.errors import UsageError
-from batchjobs.queue import QUEUE_NAMES, RESULT_TTL_SECONDS, WAKE_CHANNEL, job_data
+from batchjobs.queue import (
+    NOTE_FIELD,
+    QUEUE_NAMES,
+    RESULT_TTL_SECONDS,
+    RQ_GRACE_SECONDS,
+    WAKE_CHANNEL,
+    job_data,
+)
 from batchjobs.redis_client import REPLY_SECONDS, connect, redis_errors
 from batchjobs.types import Priority, ShardId
 from workers.command_listener import Command, CommandKind, CommandListener
@@ -48,8 +55,6 @@ MAX_PENDING_ENDINGS = 10_000
 """Endings kept while Redis is away. Older ones are dropped: their executions expire by themselves."""
 
 _MIN_EXECUTION_TTL_SECONDS = 10
-_RQ_GRACE_SECONDS = 60
-"""What RQ itself adds to the time after which it gives a silent worker up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class RqWorker(BaseWorker):
         self._popped: dict[ShardId, tuple[Job, Queue]] = {}
         self._held: dict[ShardId, HeldJob] = {}
         self._ended: dict[HeldJob, None] = {}  # in the order in which they ended
+        self.note = ""
+        """What the worker waits for; told with each heartbeat, as SQL may be the very thing."""
         self._suspended = False
         self._lock = threading.Lock()  # over the three books; never held while talking to Redis
         self._listener: CommandListener | None = None
@@ -144,7 +151,7 @@ class RqWorker(BaseWorker):
         fields = self.connection.hmget(self.key, "hostname", "pid", "last_heartbeat")
         host, pid, beat = (as_text(value or b"") for value in fields)
         gone_here = host == socket.gethostname() and pid.isdigit() and not _is_running(int(pid))
-        if beat and (gone_here or self.connection.ttl(self.key) < _RQ_GRACE_SECONDS):
+        if beat and (gone_here or self.connection.ttl(self.key) < RQ_GRACE_SECONDS):
             self.connection.delete(self.key)
 
     def handle_payload(self, message: dict[str, Any]) -> None:
@@ -312,10 +319,12 @@ class RqWorker(BaseWorker):
             self.heartbeat(pipeline=pipe)
             where = [one.renewed(pipe, self._execution_ttl) for one in shown]
             self.set_state(self._state_now(), pipeline=pipe)
-            replies = pipe.execute()
+            pipe.hset(self.key, NOTE_FIELD, self.note)
+            pipe.hexists(self.key, "birth")
+            *replies, is_known = pipe.execute()
         for one, indices in zip(shown, where, strict=True):
             one.written = not any(replies[i] for i in indices)
-        if replies[0]:  # HSET counts the fields that were not there: the worker's hash was gone
+        if not is_known:  # other writes than the birth may have made its hash anew since it was lost
             self._register_again()
         self._show_started([one for one in held if not one.written], whole=True)
 
@@ -345,12 +354,13 @@ class RqWorker(BaseWorker):
             while len(self._ended) > MAX_PENDING_ENDINGS:
                 del self._ended[next(iter(self._ended))]
 
-    def flush(self) -> None:
-        """Tells Redis of the shards that ended, in one MULTI. What could not be told is kept for the next time."""
+    def flush(self) -> int:
+        """Tells Redis of the shards that ended, in one MULTI. What could not be told is kept for the next time.
+        Returns how many it were."""
         with self._lock:
             ended = list(self._ended)
         if not ended:
-            return
+            return 0
         with self._errors():
             try:
                 self._tell(ended)
@@ -362,6 +372,7 @@ class RqWorker(BaseWorker):
         with self._lock:
             for one in ended:
                 self._ended.pop(one, None)
+        return len(ended)
 
     def _tell(self, ended: Sequence[HeldJob]) -> None:
         with self.connection.pipeline() as pipe:

@@ -13,7 +13,7 @@ from batchjobs.types import Endpoint, Request, RequestError
 from workers.engine.engine import Engine
 from workers.engine.requests import EngineOutput, EngineRequest, PromptError
 from workers.grid import WIDTH, View
-from workers.intake import encode
+from workers.reader import encode
 from workers.step_log import Admitted, StepLog
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from batchjobs.errors import ConnectionFailed
+from batchjobs.failpoints import reach
 from batchjobs.reconcile import reconcile
 from batchjobs.store import WorkerFigures
 from batchjobs.text import plural
@@ -88,7 +89,8 @@ class Upkeep:
         if self._is_stalled:
             return
         try:
-            self._rq.flush()
+            if self._rq.flush():
+                reach("after_ack")
             if time.monotonic() >= self._next_beat:
                 self._rq.beat()
                 self._next_beat = time.monotonic() + 0.9 * self._heartbeat_seconds

@@ -28,6 +28,7 @@ COMMANDS = {
     "results": ("results", "Write the answers of a batch, in input order."),
     "show": ("show", "Show one request with its tokens."),
     "cancel": ("cancel", "Cancel a batch or one request."),
+    "retry": ("retry", "Let the failed requests of a batch run again."),
     "worker": ("worker", "Load a model and answer what is queued."),
     "workers": ("worker", "List the workers."),
     "sql": ("database", "Ask the database a question in SQL."),

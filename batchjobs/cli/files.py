@@ -67,8 +67,10 @@ def _replacing(target: Path, keep_equal: bool) -> Iterator[BinaryIO]:
             part.unlink()
         else:
             part.replace(target)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(target)  # a write that fails does not say where
         raise
 
 

@@ -50,6 +50,7 @@ def guarded(command: Callable[[], Any], *, debug: bool = False) -> int:
 
 
 def _report(error: Exception, debug: bool) -> int:
+    is_output_broken = not _flush_output()
     if debug:
         say("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, InvalidInput):
@@ -58,7 +59,8 @@ def _report(error: Exception, debug: bool) -> int:
         complain(str(error))
         return error.exit_code
     if isinstance(error, OSError):
-        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        place = "standard output" if is_output_broken else error.filename
+        complain(f"{place}: {error.strerror}" if place else str(error))
         return 1
     complain(f"internal error: {type(error).__name__}: {error}")
     if not debug:
@@ -73,8 +75,18 @@ def _escape_what_cannot_be_encoded() -> None:
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
+def _flush_output() -> bool:
+    """False: what was printed cannot be written, because a disk is full for example."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        return False
+    return True
+
+
 def _drop_output() -> None:
-    """Nobody reads any more. Python flushes once again when it ends, which must find an open descriptor."""
+    """Nobody gets it any more. Python flushes once again when it ends, which must find an open descriptor."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -11,8 +11,11 @@ from batchjobs.cli.options import Text, as_json, open_client
 from batchjobs.text import plural, shortened
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
     from batchjobs.results import Choice, Result
-    from batchjobs.types import PromptScores, TokenText, TopLogprobs
+    from batchjobs.types import Completion, PromptScores, TokenText, TopLogprobs
 
 _PROMPT_CHARACTERS = 300
 
@@ -31,12 +34,14 @@ def show_command(ctx: click.Context, request: str, custom_id: str | None, as_jso
             stored = client.store.result(*request_reference(request))
         else:
             stored = client.store.result_by_custom_id(request, custom_id)
+        earlier = client.store.past_completions(stored.batch_id, stored.request.index)
     result = Result.of(stored)
     if as_json:
         where = {"batch_id": stored.batch_id, "endpoint": stored.request.endpoint, "body": stored.request.body}
-        out_json({**where, **result.as_dict()})
+        out_json({**where, **result.as_dict(), "earlier_attempts": [_earlier(past) for past in earlier]})
         return
     print_fields(_fields(stored.batch_id, result, dict(stored.request.body)))
+    _print_earlier(earlier)
     if stored.completion is not None and stored.completion.prompt_scores is not None:
         _print_prompt(stored.completion.prompt_scores)
     for choice in result.choices:
@@ -55,10 +60,40 @@ def request_reference(reference: str) -> tuple[str, int]:
     return batch_id, int(index)
 
 
+def _earlier(past: Completion) -> dict[str, Any]:
+    """An attempt before the last retry, without its tokens; those are in the table past_completions."""
+    names = ("attempt", "choice", "status", "finish_reason", "text", "error", "worker", "started_at", "finished_at")
+    return {name: getattr(past, name) for name in names}
+
+
+def _print_earlier(earlier: Sequence[Completion]) -> None:
+    if not earlier:
+        return
+    out("")
+    several = any(past.choice for past in earlier)
+    rows = (
+        [
+            past.attempt,
+            *([past.choice] if several else []),
+            past.status,
+            f"{past.error.code}: {past.error.message}" if past.error else past.finish_reason,
+            past.worker,
+            _moment(past.finished_at),
+        ]
+        for past in earlier
+    )
+    columns = ["earlier attempt", *(["choice"] if several else []), "status", "ended by", "worker", "finished"]
+    print_table(columns, rows, right=("earlier attempt", "choice"))
+
+
+def _moment(instant: datetime | None) -> str | None:
+    return None if instant is None else f"{instant:%Y-%m-%d %H:%M:%S.%f}"[:-3] + "Z"
+
+
 def _fields(batch_id: str, result: Result, body: dict[str, Any]) -> dict[str, object]:
     prompt = _prompt(body)
     times = [result.created_at, result.started_at, result.first_token_at, result.finished_at]
-    created, started, first, finished = (None if t is None else f"{t:%Y-%m-%d %H:%M:%S.%f}"[:-3] + "Z" for t in times)
+    created, started, first, finished = map(_moment, times)
     return {
         "request": f"{batch_id}/{result.index}",
         "custom_id": result.custom_id,

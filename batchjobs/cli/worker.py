@@ -10,6 +10,7 @@ import click
 
 from batchjobs.cli.console import out_json, print_table, say
 from batchjobs.cli.options import as_json, engine_options, model, open_client, settings_of
+from batchjobs.errors import ConnectionFailed
 from batchjobs.text import shortened
 
 if TYPE_CHECKING:
@@ -80,7 +81,12 @@ def chosen_model(name: str | None) -> str:
 def workers_command(ctx: click.Context, as_json: bool) -> None:
     """List living workers, and those that ended or fell silent (dead) within the last day."""
     with open_client(ctx) as client:
-        rows = client.workers()
+        try:
+            rows = client.workers()
+        except ConnectionFailed:
+            for name, note in client.worker_notes().items():
+                say(f"worker {name}: {note}")
+            raise
     if as_json:
         for row in rows:
             out_json(asdict(row))

@@ -44,7 +44,10 @@ class RedisServer:
         }
         arguments = [part for name, value in fixed.items() for part in (f"--{name}", value)]
         self._process = subprocess.Popen(
-            [str(find_server()), *arguments, *self.options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [str(find_server()), *arguments, *self.options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            restore_signals=False,  # a limit on the size of files is an error to it then, and not its death
         )
         eventually(self.answers, "the test's redis-server answers")
 

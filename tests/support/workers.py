@@ -26,7 +26,10 @@ class ThreadWorker:
 
     def __init__(self, settings: Settings, store: Store, queue: JobQueue, name: str, **options: Any) -> None:
         self.loop = StubLoop(
-            step_seconds=options.pop("step_seconds", 0.0005), max_requests=settings.max_requests_per_batch
+            step_seconds=options.pop("step_seconds", 0.0005),
+            max_requests=settings.max_requests_per_batch,
+            model_version=options.pop("model_version", "stub-1"),
+            logprob=options.pop("logprob", -0.5),
         )
         self.daemon = Daemon(settings, store, queue, self.loop, name=name, **options)
         self.exit_code: int | None = None

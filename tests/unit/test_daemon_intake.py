@@ -12,8 +12,9 @@ from batchjobs.types import Endpoint, Lease, Priority, Request, ShardId
 from tests.support.stub_engine import StubEngine
 from workers.engine.requests import EngineStats
 from workers.holdings import Holdings
-from workers.intake import Intake, encode
+from workers.intake import Intake
 from workers.outcomes import Outcomes
+from workers.reader import encode
 from workers.rq_worker import QueueView
 from workers.upkeep import Upkeep
 
@@ -104,6 +105,7 @@ class FakeStore:
         self.refused: set[ShardId] = set()
         self.foreign: set[ShardId] = set()  # of batches that ask for another model
         self.ready: list[ShardId] = []
+        self.alone: set[ShardId] = set()  # took their workers down before
         self.released: list[ShardId] = []
         self.is_away = False
         self.beats: list[WorkerFigures] = []
@@ -113,7 +115,7 @@ class FakeStore:
         assert models == {"m"}
         if self.is_away:
             raise ConnectionFailed("the database is away")
-        return [Lease(each, 1, 1) for each in shards if each not in self.refused | self.foreign]
+        return [Lease(each, 1, 1, each in self.alone) for each in shards if each not in self.refused | self.foreign]
 
     def for_other_models(self, shards: set[ShardId], models: set[str]) -> set[ShardId]:
         return shards & self.foreign
@@ -131,6 +133,9 @@ class FakeStore:
             )
             for i in range(self.size)
         ]
+
+    def checkpoints(self, lease: Lease, model_version: str) -> dict[int, Any]:
+        return {}
 
     def release(self, leases: Sequence[Lease]) -> None:
         self.released += [lease.shard for lease in leases]
@@ -219,7 +224,7 @@ def test_a_small_engine_has_sixteen_in_waiting(parts: Parts) -> None:
         parts.loop,  # type: ignore[arg-type]
         parts.holdings,
         parts.recorder,  # type: ignore[arg-type]
-        parts.intake._outcomes,
+        Outcomes("w1", parts.loop.engine),  # type: ignore[arg-type]
         models={"m"},
         lease_seconds=15,
         shard_size=8,
@@ -369,3 +374,52 @@ def test_shards_for_other_models_go_to_the_end_of_the_queue_and_are_kept() -> No
     assert parts.rq.started == [shard(2)]
     assert sorted(s.shard_no for s in parts.rq.queued) == [0, 1, 3]
     assert parts.rq.dropped == []
+
+
+class TestAlone:
+    """A shard that took its workers down before."""
+
+    def test_it_waits_until_the_rest_is_finished(self, parts: Parts) -> None:
+        parts.rq.queued = [shard(0), shard(1)]
+        parts.settle()
+        parts.store.alone = {shard(2)}
+        parts.rq.queued = [shard(n) for n in range(2, 20)]
+        self.look(parts)
+        assert [lease.shard for lease in parts.holdings.leases] == [shard(0), shard(1)]
+        assert parts.rq.queued[0] == shard(2)
+        assert shard(2) in parts.store.released, "held, it would be blamed for what others do"
+        parts.holdings.done(shard(0))
+        self.look(parts)
+        assert [lease.shard for lease in parts.holdings.leases] == [shard(1)], "nothing is claimed meanwhile"
+        parts.holdings.done(shard(1))
+        self.look(parts)
+        assert [lease.shard for lease in parts.holdings.leases] == [shard(2)], "and nothing beside it"
+        parts.holdings.done(shard(2))
+        self.look(parts)
+        assert len(parts.holdings) == 12
+
+    def test_several_run_one_by_one(self, parts: Parts) -> None:
+        parts.rq.queued = [shard(n) for n in range(5)]
+        parts.store.alone = {shard(n) for n in range(5)}
+        ran = []
+        for _ in range(5):
+            self.look(parts)
+            (lease,) = parts.holdings.leases
+            ran.append(lease.shard)
+            parts.holdings.done(lease.shard)
+        assert ran == [shard(n) for n in range(5)]
+
+    def test_without_redis_too(self, parts: Parts) -> None:
+        parts.rq.is_away = True
+        parts.store.ready = [shard(n) for n in range(12)]
+        parts.store.alone = set(parts.store.ready)
+        parts.intake._pass()
+        assert len(parts.holdings) == 1
+        assert len(parts.rq.adopted) == 1
+        assert len(parts.store.released) == 3
+        assert parts.rq.adopted[0] not in parts.store.released
+
+    def look(self, parts: Parts) -> None:
+        parts.loop.waiting = 0
+        parts.intake._empty_until = 0.0
+        parts.settle()

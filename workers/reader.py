@@ -1,0 +1,147 @@
+"""Reads the requests of claimed shards, tokenises them and hands them to the engine; takes their outcomes back.
+
+A request that another worker with the same model has begun goes on behind what was stored of it. One without a seed
+gets one of its own, the same on every worker, so that what goes on elsewhere is what would have come here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from batchjobs.errors import InvalidParameter
+from batchjobs.failpoints import reach
+from batchjobs.text import plural, shortened
+from batchjobs.types import Endpoint, RequestError
+from workers.engine.loop import EngineStopped
+from workers.engine.requests import EngineRequest, PromptError
+from workers.holdings import request_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from batchjobs.store import Store
+    from batchjobs.types import Completion, Lease, Progress, Request, SamplingParams
+    from workers.engine.engine import Engine
+    from workers.engine.loop import EngineLoop
+    from workers.engine.requests import EngineOutput
+    from workers.holdings import Holdings
+    from workers.outcomes import Outcomes
+    from workers.recorder import Recorder
+
+log = logging.getLogger("batchjobs.worker")
+
+_SEED_BYTES = 6
+
+
+class Reader:
+    """For one thread, but for what the engine's thread calls. ``on_finish`` is called by it, after each request."""
+
+    def __init__(
+        self,
+        store: Store,
+        loop: EngineLoop,
+        holdings: Holdings,
+        recorder: Recorder,
+        outcomes: Outcomes,
+        on_finish: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._loop = loop
+        self._holdings = holdings
+        self._recorder = recorder
+        self._outcomes = outcomes
+        self._on_finish = on_finish
+
+    def read(self, lease: Lease, is_stopping: Callable[[], bool]) -> int:
+        """Hands the unfinished requests of a shard to the engine, one by one; stops in the middle when told to.
+
+        Returns:
+            How many choices they ask for.
+
+        Raises:
+            ConnectionFailed: The database cannot be reached; nothing was read.
+        """
+        requests = self._store.pending_requests(lease)
+        begun = self._store.checkpoints(lease, self._loop.engine.model_version)
+        reach("after_read")
+        choices = {request.index: request.n for request in requests}
+        self._holdings.fill(lease, choices)
+        if not requests:
+            self._holdings.lose(lease)
+        log.info("claimed shard %s (%s, attempt %d)", lease.shard, _described(len(requests), begun), lease.attempt)
+        for request in requests:
+            if is_stopping() or not self._submit(lease, request, begun.get(request.index, ())):
+                break
+        return sum(choices.values())
+
+    def _submit(self, lease: Lease, request: Request, begun: tuple[Progress, ...]) -> bool:
+        """False when the engine takes nothing more."""
+        if not self._holdings.wants(lease, request.index):
+            self._record(lease, self._outcomes.cancelled(lease, request.index))
+            return True
+        sampling = seeded(request.sampling, lease.shard.batch_id, request.index)
+        try:
+            prompt_ids = encode(self._loop.engine, request)
+            self._loop.engine.compile_format(sampling.response_format)
+        except (PromptError, InvalidParameter) as error:
+            code = error.code if isinstance(error, PromptError) else "invalid_request"
+            self._fail(lease, request.index, code, str(error))
+        except Exception as error:  # noqa: BLE001  whatever a tokenizer does with this text, it is this request's alone
+            log.error("request %d of shard %s cannot be tokenised: %r", request.index, lease.shard, error)
+            self._fail(lease, request.index, "tokenization_failed", shortened(f"{type(error).__name__}: {error}", 300))
+        else:
+            name = request_id(lease, request.index)
+            return self._add(lease, request, EngineRequest(name, prompt_ids, sampling, begun=begun))
+        return True
+
+    def _add(self, lease: Lease, request: Request, engine_request: EngineRequest) -> bool:
+        try:
+            self._loop.add(engine_request, partial(self._take, lease, request))
+        except EngineStopped:  # the main thread has seen it too, and gives everything back
+            return False
+        return True
+
+    def _take(self, lease: Lease, request: Request, output: EngineOutput) -> None:
+        """Runs in the engine's thread, which passes over what is raised here: every request must get an outcome."""
+        try:
+            choices = self._outcomes.of(output, lease, request)
+        except Exception as error:
+            log.exception("the outcome of request %d of shard %s cannot be read", request.index, lease.shard)
+            problem = RequestError(code="internal_error", message=shortened(f"{type(error).__name__}: {error}", 300))
+            choices = self._outcomes.failed(lease, request.index, problem)
+        self._record(lease, choices)
+        self._on_finish()
+
+    def _fail(self, lease: Lease, index: int, code: str, message: str) -> None:
+        self._record(lease, self._outcomes.failed(lease, index, RequestError(code=code, message=message)))
+
+    def _record(self, lease: Lease, choices: tuple[Completion, ...]) -> None:
+        if self._holdings.finish(lease, choices[0].index):
+            self._recorder.put(lease, choices)
+
+
+def encode(engine: Engine, request: Request) -> tuple[int, ...]:
+    """The request's prompt as token ids.
+
+    Raises:
+        PromptError: It cannot be run.
+    """
+    if request.endpoint == Endpoint.CHAT:
+        return engine.encode_chat(request.body["messages"], request.body.get("chat_template_kwargs") or {})
+    return engine.encode_prompt(request.body["prompt"])
+
+
+def seeded(sampling: SamplingParams, batch_id: str, index: int) -> SamplingParams:
+    """With a seed in any case: where none was asked for, one that belongs to this very request."""
+    if sampling.seed is not None:
+        return sampling
+    digest = hashlib.blake2b(f"{batch_id}/{index}".encode(), digest_size=_SEED_BYTES).digest()
+    return replace(sampling, seed=int.from_bytes(digest))
+
+
+def _described(requests: int, begun: Mapping[int, object]) -> str:
+    return plural(requests, "request") + (f", {len(begun)} of them begun" if begun else "")
