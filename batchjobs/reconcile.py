@@ -1,7 +1,7 @@
 """Puts back into Redis what SQL says is to be done and Redis lacks: after a flush, a crash, a submit without Redis.
 
-Before that it tidies SQL itself: requests that kill their workers, batches that were cancelled, submissions that were
-cut and never finished.
+What a worker had begun goes to the front: a crash must not send it behind all that waits. Before that SQL itself is
+tidied: requests that kill their workers, batches that were cancelled, submissions that were cut and never finished.
 
 Running it too often, at once from everywhere, or in the middle of anything is harmless: a shard that is queued though
 somebody runs it is refused by SQL when it is claimed.
@@ -59,19 +59,21 @@ def reconcile(store: Store, queue: JobQueue, *, thorough: bool = False) -> Recon
             return done
         if thorough:
             queue.tidy()
+        begun = sum(queue.enqueue(page, at_front=True) for page in _missing(store, queue, begun=True))
+        done = replace(done, queued=begun)
         claimable = store.claimable_count()
         # Entries of a shard that was split are still in the queues, where its requests are not yet.
         is_enough = not (thorough or done.split) and sum(queue.depths().values()) >= claimable
         if not claimable or is_enough:
             return done
-        return replace(done, queued=sum(queue.enqueue(page) for page in _missing(store, queue)))
+        return replace(done, queued=done.queued + sum(queue.enqueue(page) for page in _missing(store, queue)))
 
 
-def _missing(store: Store, queue: JobQueue) -> Iterator[list[tuple[ShardId, Priority]]]:
+def _missing(store: Store, queue: JobQueue, *, begun: bool = False) -> Iterator[list[tuple[ShardId, Priority]]]:
     after: ShardId | None = None
-    while page := store.claimable(_PAGE, after=after):
+    while page := store.claimable(_PAGE, after=after, begun=begun):
         if missing := queue.missing(page):
             # Some were claimed while we looked: SQL knew before they left Redis, so it is asked once more.
-            claimable = set(store.claimable(len(page), after=after))
+            claimable = set(store.claimable(len(page), after=after, begun=begun))
             yield [each for each in missing if each in claimable]
         after = page[-1][0]

@@ -39,15 +39,23 @@ FAIL_AT = 5
 
 class LeasePart(Part):
     def claimable(
-        self, limit: int, *, after: ShardId | None = None, models: Collection[str] | None = None
+        self,
+        limit: int,
+        *,
+        after: ShardId | None = None,
+        models: Collection[str] | None = None,
+        begun: bool = False,
     ) -> list[tuple[ShardId, Priority]]:
         """Shards that a worker could claim now, those of the oldest batch first; from behind ``after`` where given.
 
-        ``models`` are the names that the worker's model goes by: shards of batches that ask for another one are left
-        out. None leaves out none.
+        Args:
+            models: The names that the worker's model goes by: shards of batches that ask for another one are left out.
+                None leaves out none.
+            begun: Only those that some worker has held before.
         """
         start = after or ShardId("", -1)
-        parameters = {"limit": limit, "after_batch": start.batch_id, "after_shard": start.shard_no, **_served(models)}
+        place = {"after_batch": start.batch_id, "after_shard": start.shard_no, "least_fence": int(begun)}
+        parameters = {"limit": limit, **place, **_served(models)}
         with self._database.reading() as connection:
             rows = connection.execute(_CLAIMABLE, parameters)
             return [(ShardId(row.batch_id, row.shard_no), Priority(row.queue)) for row in rows]
@@ -155,7 +163,7 @@ _FOR_OTHERS = (
 _CLAIMABLE = (
     sa.select(shards.c.batch_id, shards.c.shard_no, batches.c.queue)
     .join(batches, batches.c.id == shards.c.batch_id)
-    .where(*_IS_CLAIMABLE, _IS_SERVED)
+    .where(*_IS_CLAIMABLE, _IS_SERVED, shards.c.fence >= sa.bindparam("least_fence", type_=sa.BigInteger))
     .where(
         sa.tuple_(shards.c.batch_id, shards.c.shard_no)
         > sa.tuple_(sa.bindparam("after_batch", type_=sa.Text), sa.bindparam("after_shard", type_=sa.Integer))

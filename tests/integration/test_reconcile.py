@@ -120,7 +120,7 @@ def test_shards_whose_workers_died_are_split_and_their_requests_queued(store: St
     assert reconcile(store, queue) == Reconciled(queued=2)
     crash(store, batch_id, 0, times=2)
     assert reconcile(store, queue) == Reconciled(queued=4, split=1)
-    assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-{n}" for n in range(6)]
+    assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-{n}" for n in (2, 3, 4, 5, 0, 1)]
     assert reconcile(store, queue) == Reconciled()
 
 
@@ -154,3 +154,16 @@ def test_pages_are_walked_to_the_end(store: Store, queue: JobQueue, monkeypatch:
     batch_id = submit(store, 40)
     assert reconcile(store, queue).queued == 10
     assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-{n}" for n in range(10)]
+
+
+def test_what_a_dead_worker_had_begun_goes_first(store: Store, queue: JobQueue) -> None:
+    batch_id = submit(store, 24)
+    reconcile(store, queue)
+    lost = [claim(store, batch_id, number, ttl=GONE).shard for number in (2, 4)]
+    for shard in lost:  # as its worker popped them
+        queue.connection.lrem(queue.queues[Priority.DEFAULT].key, 1, str(shard))
+    queue.connection.rpush(queue.queues[Priority.DEFAULT].key, "junk-1", "junk-2")  # so that the queue is long enough
+    assert reconcile(store, queue).queued == 2
+    waiting = queue.queues[Priority.DEFAULT].job_ids
+    assert waiting[:6] == [f"{batch_id}-{number}" for number in (2, 4, 0, 1, 3, 5)]
+    assert reconcile(store, queue).queued == 0
