@@ -2,6 +2,7 @@
 # make test   install what the tests need and run them against a real Redis, PostgreSQL and SQLite
 # make test-gpu   the tests that need a CUDA device
 # make fuzz   3,000 random cases of the engine against a solo reference (SECONDS=600: as many as that time allows)
+# make chaos  minutes of faults: workers, Redis and databases are killed, then every row is audited (CHAOS_SECONDS=600)
 # make lint   ruff, mypy, import-linter
 # make bench  throughput of the engine beside transformers' continuous batching
 
@@ -12,7 +13,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 FUZZ := $(if $(SECONDS),--seconds $(SECONDS),--cases 3000)
 
-.PHONY: run test test-gpu fuzz lint bench clean
+CHAOS_SECONDS ?= 120
+CHAOS_REQUESTS ?= 50000
+CHAOS_FAULTS ?= 100
+CHAOS_WORKERS ?= 3
+CHAOS_SEED ?= 7
+CHAOS := --workers $(CHAOS_WORKERS) --seed $(CHAOS_SEED)
+CHAOS_STUB := $(CHAOS) --seconds $(CHAOS_SECONDS) --requests $(CHAOS_REQUESTS) --faults $(CHAOS_FAULTS)
+CHAOS_TINY_SECONDS ?= 120
+CHAOS_TINY_REQUESTS ?= 1500
+CHAOS_TINY_FAULTS ?= 25
+CHAOS_TINY := $(CHAOS) --seconds $(CHAOS_TINY_SECONDS) --requests $(CHAOS_TINY_REQUESTS) --faults $(CHAOS_TINY_FAULTS)
+
+.PHONY: run test test-gpu fuzz chaos lint bench clean
 .DEFAULT_GOAL := run
 
 $(BIN)/python:
@@ -46,6 +59,12 @@ test-gpu: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz.run $(FUZZ)
+
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos.run --database postgresql $(CHAOS_STUB)
+	$(BIN)/python -m tests.chaos.run --database sqlite $(CHAOS_STUB)
+	$(BIN)/python -m tests.chaos.run --engine tiny --tokens 128 --database postgresql $(CHAOS_TINY)
+	$(BIN)/python -m tests.chaos.recovery
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -82,7 +82,9 @@ class RqWorker(BaseWorker):
 
     def __init__(self, url: str, name: str, *, lease_seconds: float) -> None:
         self.url = url
-        self.commands: queues.SimpleQueue[Command] = queues.SimpleQueue()
+        # Not a SimpleQueue: the main thread waits here with a timeout, and a signal's handler that runs for longer than
+        # what is left of it makes that one wait for ever (CPython 3.11).
+        self.commands: queues.Queue[Command] = queues.Queue()
         self._popped: dict[ShardId, tuple[Job, Queue]] = {}
         self._held: dict[ShardId, HeldJob] = {}
         self._ended: dict[HeldJob, None] = {}  # in the order in which they ended

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import queue as queues
+import signal
 import threading
+import time
 import zlib
 from typing import TYPE_CHECKING
 
@@ -413,3 +416,17 @@ def test_rq_loops_and_signal_handlers_stay_out(worker: RqWorker) -> None:
     assert worker.connection.connection_pool.connection_kwargs["socket_timeout"] == 10
     assert worker.connection.connection_pool.connection_kwargs["retry"].get_retries() == 0
     assert "commands" in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_signal_in_the_wait_for_a_command_does_not_make_it_last_for_ever(worker: RqWorker) -> None:
+    """Its handler may take longer than what is left of the wait: on a busy machine any handler does."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(0.2))
+    rescue = threading.Timer(5, lambda: worker.commands.put(Command(CommandKind.WAKE)))
+    rescue.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(queues.Empty):
+            worker.commands.get(timeout=0.1)
+    finally:
+        rescue.cancel()
+        signal.signal(signal.SIGALRM, before)

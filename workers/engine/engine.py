@@ -142,7 +142,8 @@ class Engine:
             return
         self._requests[request.request_id] = sequences
         for sequence in sequences:
-            self._stream(sequence, sequence.generated)
+            for at in range(-sequence.generated, 0):
+                self._stream(sequence, at)
             if sequence.is_finished:
                 self.observer.left(sequence)
         leader = next((sequence for sequence in sequences if not sequence.is_finished), None)
@@ -317,23 +318,22 @@ class Engine:
             sequence.accept(token, result.logprobs[row], top, now)
             self._generated_tokens += 1
             self.observer.sampled(number, sequence, token)
-            self._stream(sequence, 1)
+            self._stream(sequence)
             if sequence.is_finished:
                 self._forget(sequence)
 
-    def _stream(self, sequence: Sequence, count: int) -> None:
-        """Tell of its last ``count`` tokens."""
+    def _stream(self, sequence: Sequence, at: int = -1) -> None:
+        """Tell of one of its tokens, counted from the last one."""
         if sequence.request.stream:
-            self._deltas += [
+            self._deltas.append(
                 EngineDelta(
                     request_id=sequence.request.request_id,
                     choice=sequence.choice,
-                    token_id=sequence.tokens[sequence.prompt_len + at],
+                    token_id=sequence.tokens[at],
                     logprob=sequence.logprobs[at],
                     token_time=sequence.times[at],
                 )
-                for at in range(sequence.generated - count, sequence.generated)
-            ]
+            )
 
     # Ends
 
