@@ -49,6 +49,9 @@ print(json.dumps({
 """
 _TORCH_SECONDS = 120
 
+SKEW_SECONDS = 5.0
+"""Clocks that differ by more are reported. Leases do not mind; the times in results do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -191,9 +194,16 @@ def _database(settings: Settings) -> tuple[Verdict, str]:
     store = connect_store(settings)
     try:
         where = store.url_without_password
+        skew = store.clock_skew_seconds()
     finally:
         store.close()
     differences = check(settings.store_url)
     if differences:
         return "fail", f"{where}: {'; '.join(differences)}; run `batchjobs db upgrade`"
+    if abs(skew) > SKEW_SECONDS:
+        direction = "ahead of" if skew > 0 else "behind"
+        return (
+            "warn",
+            f"{where}; this host's clock is {abs(skew):.0f} s {direction} the database's: set one of them right",
+        )
     return "pass", where

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from batchjobs.checkup import SKEW_SECONDS
 from batchjobs.connections import connect_queue, connect_store
 from batchjobs.errors import BatchjobsError, UsageError
 from batchjobs.store import WorkerInfo
@@ -54,9 +55,6 @@ CANCEL_SECONDS = 1.5
 RECONCILE_SECONDS = 5.0
 CHECKPOINT_WAIT_SECONDS = 10.0
 """How long a checkpoint waits for the engine's step in progress; else the next one comes round."""
-
-SKEW_SECONDS = 5.0
-"""A clock that differs by more from the database's is reported."""
 
 _TICK_SECONDS = 0.1
 _ASK_SECONDS = 0.5

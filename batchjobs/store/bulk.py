@@ -1,7 +1,9 @@
-"""Inserts: many rows at once by executemany on SQLite and COPY on PostgreSQL, and single ones that may be there."""
+"""Statements below SQLAlchemy, and inserts: many rows at once by executemany on SQLite and COPY on PostgreSQL, and
+single ones that may be there."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Table
+    from sqlalchemy import Delete, Dialect, Table
     from sqlalchemy.engine import Connection
 
 
@@ -68,6 +70,29 @@ def upsert(connection: Connection, table: Table, row: dict[str, Any]) -> postgre
     if connection.dialect.name == "sqlite":
         return sqlite.insert(table).values(row).on_conflict_do_update(index_elements=key, set_=row)
     return postgresql.insert(table).values(row).on_conflict_do_update(index_elements=key, set_=row)
+
+
+def run_each(connection: Connection, statement: Delete, parameters: Sequence[dict[str, Any]]) -> None:
+    """Runs a statement with each of these parameters, texts and numbers alone, on the driver itself.
+
+    For statements that take less time than SQLAlchemy's part of them.
+    """
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    sql, names = _compiled(statement, connection.dialect)
+    given = [tuple(each[name] for name in names) for each in parameters] if names else parameters
+    with closing(driver.cursor()) as cursor:
+        if len(given) == 1:
+            cursor.execute(sql, given[0])
+        else:
+            cursor.executemany(sql, given)
+
+
+@lru_cache
+def _compiled(statement: Delete, dialect: Dialect) -> tuple[str, Sequence[str]]:
+    """Its text, and the names of its parameters where they have places instead."""
+    compiled = statement.compile(dialect=dialect)
+    return str(compiled), compiled.positiontup or ()
 
 
 @lru_cache

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from batchjobs.clock import database_instant
 from batchjobs.echo import following, prompt_text
-from batchjobs.store.bulk import insert_rows
+from batchjobs.store.bulk import insert_rows, run_each
 from batchjobs.store.conditions import in_range, runs
 from batchjobs.store.rows import CHECKPOINT_COLUMNS, completion_row, progress_of
 from batchjobs.tables import batches, checkpoints, completions, instant_text, model_versions, requests, shards
@@ -55,7 +55,7 @@ def delete_ended(connection: Connection, locked: Iterable[Row[Any]]) -> None:
         for first, last in runs(each)
     ]
     if inside:
-        connection.execute(_DELETE_ENDED, inside)
+        run_each(connection, _DELETE_ENDED, inside)
 
 
 def end_begun(connection: Connection, batch_id: str, shard_no: int, first: int, last: int, ending: Ending) -> int:

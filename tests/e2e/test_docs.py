@@ -79,3 +79,14 @@ def test_python_of_the_engine_page(home: Path, model: Path) -> None:
         block = block.replace(named, str(model))
     done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_guarantees_name_tests_that_exist() -> None:
+    page = (ROOT / "docs/guarantees.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 20
+    assert sorted(name for name in named if not re.search(rf"def {name}\b", tests)) == []
+    files = re.findall(r"`(tests/[\w/.]+)`", page)
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
