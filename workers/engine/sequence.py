@@ -152,7 +152,7 @@ class Sequence:
         elapsed = (datetime.now(UTC) - started_at).total_seconds()
         self.started_at = started_at
         self.started = time.monotonic() - max(elapsed, *self.times[-1:], 0.0)
-        if self.is_finished and self.scored < self.prompt_len:
+        if self.is_finished and self.scored < self.prompt_len:  # the scores of its prompt are still to come
             self.ending, self.finish_reason = self.finish_reason, None
 
     def accept(self, token: int, logprob: float, top: TopLogprobs | None, now: float) -> None:
