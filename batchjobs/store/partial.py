@@ -146,7 +146,7 @@ def _text(progress: Progress, body: dict[str, Any], ending: Ending) -> str:
 _OUTCOME = (
     sa.select(completions.c.choice)
     .where(completions.c.batch_id == checkpoints.c.batch_id, completions.c.index == checkpoints.c.index)
-    .where(completions.c.choice == 0)
+    .where(completions.c.choice == sa.literal_column("0"))
     .correlate(checkpoints)
     .scalar_subquery()
 )

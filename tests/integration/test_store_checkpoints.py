@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -11,9 +10,8 @@ from threading import Barrier
 from typing import TYPE_CHECKING
 
 import pytest
-import sqlalchemy as sa
 
-from batchjobs.store import Store
+from batchjobs.store import Store, partial
 from batchjobs.types import Counts, FinishReason, Lease, RequestStatus
 from tests.support.batches import (
     FOREVER,
@@ -289,15 +287,21 @@ class TestEndingWithoutAWorker:
         assert store.checkpoints(lease, "v1") == {0: (progress(),)}
 
 
-def test_recording_looks_at_the_checkpoints_of_neighbours_at_once(store: Store) -> None:
-    batch_id = submit(store, 16)
-    leases = [claim(store, batch_id, number) for number in range(4)]
-    statements: Counter[str] = Counter()
+def test_recording_looks_at_the_checkpoints_of_neighbours_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = submit(store, 20)
+    leases = [claim(store, batch_id, number) for number in (0, 1, 2, 4)]
+    looked_at: list[tuple[int, int]] = []
+    run = partial.run_each
 
-    @sa.event.listens_for(store._database.engine, "before_cursor_execute")
-    def note(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> None:
-        if "DELETE FROM checkpoints" in statement:
-            statements[statement] += len(parameters) if executemany else 1
+    def note(connection: Any, statement: Any, parameters: list[dict[str, Any]]) -> None:
+        looked_at.extend((each["first"], each["last"]) for each in parameters)
+        run(connection, statement, parameters)
 
-    store.record([(lease, answer(4 * lease.shard.shard_no + place)) for lease in leases for place in range(4)])
-    assert list(statements.values()) == [1]
+    monkeypatch.setattr(partial, "run_each", note)
+    saved = [(lease, 4 * lease.shard.shard_no + place, (progress(),)) for lease in leases for place in range(3)]
+    store.save_checkpoints(saved, "v1")
+    store.record([(lease, answer(4 * lease.shard.shard_no + place)) for lease in leases for place in range(2)])
+    assert looked_at == [(0, 11), (16, 19)]
+    assert [index for index, *_ in rows(store)] == [2, 6, 10, 18]
