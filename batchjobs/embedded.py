@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 from redis.retry import Retry
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed
@@ -108,6 +108,8 @@ class EmbeddedRedis:
         # The file too: an old connection outlives it, while nobody can make a new one.
         try:
             return self.socket_path.exists() and bool(self._client.ping())
+        except ResponseError:  # it refuses, for want of disk space perhaps: that is an answer
+            return True
         except RedisError:
             return False
 

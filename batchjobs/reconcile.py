@@ -28,12 +28,14 @@ _PAGE = 10_000
 @dataclass(frozen=True, slots=True)
 class Reconciled:
     """What one run did: shards queued again, and requests of cancelled batches that got their outcome; shards ``split``
-    into single requests, and such that ``failed`` because their workers died too often; batches ``discarded``."""
+    into single requests, and such that ``failed`` because their workers died too often, or could not because the
+    database ``refused`` it; batches ``discarded``."""
 
     queued: int = 0
     swept: int = 0
     split: int = 0
     failed: int = 0
+    refused: int = 0
     discarded: int = 0
 
 
@@ -53,6 +55,7 @@ def reconcile(store: Store, queue: JobQueue, *, thorough: bool = False) -> Recon
         swept=store.sweep_cancelled(),
         split=isolated.split,
         failed=isolated.failed,
+        refused=isolated.refused,
     )
     with queue.reconciling() as mine:
         if not mine:

@@ -136,6 +136,7 @@ class Daemon:
             lease_seconds=lease,
             shard_size=settings.shard_size,
             max_requests=settings.max_requests_per_batch,
+            is_queue_broken=lambda: self._reconcile.is_failing,
         )
         beat = settings.heartbeat_seconds
         upkeep = Upkeep(store, queue, self._rq, loop, self._holdings, lease_seconds=lease, heartbeat_seconds=beat)

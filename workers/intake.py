@@ -26,7 +26,7 @@ from workers.reader import Reader
 from workers.recorder import MAX_BACKLOG
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from batchjobs.store import Store
     from batchjobs.types import Lease, ShardId
@@ -46,7 +46,12 @@ MAX_PROBE = 128
 
 
 class Intake(threading.Thread):
-    """Fills the engine until stopped."""
+    """Fills the engine until stopped.
+
+    Args:
+        models: The names that this worker's model goes by.
+        is_queue_broken: Whether Redis takes nothing more (it is full, say), so that the queue lacks what SQL has.
+    """
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class Intake(threading.Thread):
         lease_seconds: float,
         shard_size: int,
         max_requests: int,
+        is_queue_broken: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(name="intake", daemon=True)
         self.failure: BaseException | None = None
@@ -71,11 +77,12 @@ class Intake(threading.Thread):
         self._holdings = holdings
         self._recorder = recorder
         self._reader = Reader(store, loop, holdings, recorder, outcomes, on_finish=self.make_room)
-        self._models = models  # the names that this worker's model goes by
+        self._models = models
         self._lease_seconds = lease_seconds
         self._choices_a_shard = float(shard_size)
         self._added_at_step = 0
         self._max_requests = max_requests
+        self._is_queue_broken = is_queue_broken
         self._ahead = max(MIN_AHEAD, math.ceil(max_requests / 2))
         self._unread: deque[Lease] = deque()
         self._probe = 1
@@ -171,6 +178,8 @@ class Intake(threading.Thread):
         self._redis.over()
         reach("after_pop")
         if not popped:
+            if self._is_queue_broken() and not self.is_suspended and self._claim_without_redis(wanted):
+                return True
             self._empty_until = time.monotonic() + POLL_SECONDS
             return False
         try:

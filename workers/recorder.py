@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from batchjobs.errors import BatchjobsError
@@ -153,10 +154,16 @@ class Recorder(threading.Thread):
         (lease, (refused, *_)), reason = records[0], _reason(error)
         log.error("the database refused the outcome of request %d of shard %s: %s", refused.index, lease.shard, reason)
         if refused.error is not None and refused.error.code == NOT_STORED:
-            self._holdings.lose(lease)
+            self._let_go(lease)
             return True
         problem = RequestError(code=NOT_STORED, message=f"the database refused the answer: {reason}")
         return self._persist([(lease, self._outcomes.failed(lease, refused.index, problem))])
+
+    def _let_go(self, lease: Lease) -> None:
+        """Free at once for another try; the attempt counts."""
+        self._holdings.lose(lease)
+        with suppress(BatchjobsError):  # else it runs out by itself
+            self._store.renew([lease], 0)
 
 
 def _size(records: Sequence[Record]) -> int:
@@ -165,6 +172,8 @@ def _size(records: Sequence[Record]) -> int:
 
 def _reason(error: BaseException) -> str:
     """What the driver said: the errors wrapped around it repeat the statement with all its values."""
-    while error.__cause__ is not None:
+    seen = {error}
+    while error.__cause__ is not None and error.__cause__ not in seen:
         error = error.__cause__
+        seen.add(error)
     return shortened(str(error) or type(error).__name__, 300)

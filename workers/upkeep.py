@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from batchjobs.errors import ConnectionFailed
 from batchjobs.failpoints import reach
-from batchjobs.reconcile import reconcile
+from batchjobs.reconcile import Reconciled, reconcile
 from batchjobs.store import WorkerFigures
 from batchjobs.text import plural
 
@@ -58,6 +58,7 @@ class Upkeep:
         self._is_stalled = False
         self._next_beat = 0.0
         self._last_thorough = time.monotonic()
+        self._refused = 0
         self._last_figures = (time.monotonic(), 0)
 
     def keep_leases(self) -> None:
@@ -112,10 +113,22 @@ class Upkeep:
         done = reconcile(self._store, self._queue, thorough=thorough)
         if thorough:
             self._last_thorough = time.monotonic()
+        self._tell(done)
+
+    def _tell(self, done: Reconciled) -> None:
         if done.queued:
             log.info("queued %s again that Redis lacked", plural(done.queued, "shard"))
         if done.swept:
             log.info("cancelled %s that nobody held", plural(done.swept, "request"))
+        if done.split:
+            log.warning("split %s whose workers died into single requests", plural(done.split, "shard"))
+        if done.failed:
+            log.error("gave up %s whose workers died every time", plural(done.failed, "request"))
+        if done.discarded:
+            log.info("discarded %s that nobody finished", plural(done.discarded, "submission"))
+        if done.refused > self._refused:
+            log.error("the database refuses the end of %s whose workers died", plural(done.refused, "shard"))
+        self._refused = done.refused
 
     def _hangs(self, stats: EngineStats) -> bool:
         silent = time.monotonic() - stats.ticked_at

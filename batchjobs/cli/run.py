@@ -144,7 +144,10 @@ def _answered(client: Client, info: BatchInfo) -> BatchInfo:
 
     if info.status.is_final:
         return info
-    with LocalWorker(client.settings) as worker, BatchProgress(live=lambda: live_speed(client.workers())) as progress:
+    with (
+        LocalWorker(client.settings) as worker,
+        BatchProgress(live=lambda: live_speed(client.store.workers())) as progress,
+    ):
 
         def seen(now: BatchInfo) -> None:
             progress.show(now)

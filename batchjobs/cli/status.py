@@ -33,7 +33,7 @@ def status_command(ctx: click.Context, batch: str, as_json: bool) -> None:
     with open_client(ctx) as client:
         info = client.store.batch(batch)
         failures = client.store.failures(batch) if info.counts.failed else {}
-        workers = client.workers()
+        workers = client.store.workers()
     live, note = live_speed(workers), why_waiting(info, workers)
     if as_json:
         out_json({**status_object(info, failures, live), "note": note})
@@ -51,7 +51,7 @@ def list_command(ctx: click.Context, limit: int, as_json: bool) -> None:
     """List the newest batches, the newest first."""
     with open_client(ctx) as client:
         batches = client.batches(limit)
-        live = live_speed(client.workers()) if as_json else None
+        live = live_speed(client.store.workers()) if as_json else None
     if as_json:
         for info in batches:
             out_json(status_object(info, live=live))
@@ -98,7 +98,7 @@ def wait_and_judge(client: Client, batch_id: str, timeout: float | None, *, quie
     from batchjobs.cli.progress import BatchProgress
     from batchjobs.waiting import wait_for_end
 
-    with BatchProgress(quiet, lambda: live_speed(client.workers())) as progress:
+    with BatchProgress(quiet, lambda: live_speed(client.store.workers())) as progress:
         info = wait_for_end(client.store, batch_id, timeout, progress.show)
     return judge(client, info)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from batchjobs.clock import database_instant, database_seconds
+from batchjobs.errors import BatchjobsError
 from batchjobs.store.bulk import insert_rows
 from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, free_at, in_range
 from batchjobs.store.leases import ALONE_AT, CRASHED_TOO_OFTEN
@@ -25,7 +26,7 @@ from batchjobs.tables import batches, completions, instant_text, requests, shard
 from batchjobs.types import FinishReason, RequestError, RequestStatus, ShardId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from datetime import datetime
 
     from sqlalchemy.engine import Connection, Row
@@ -37,15 +38,36 @@ _AT_ONCE = 100
 
 class IsolationPart(Part):
     def isolate(self) -> Isolated:
-        """Parts or ends what has crashed too often, of batches that are not cancelled. May be called at any time."""
+        """Parts or ends what has crashed too often, of batches that are not cancelled. May be called at any time.
+
+        One that the database refuses keeps nobody from the others; it is tried again with the next call.
+        """
         with self._database.reading() as connection:
             found = [ShardId(*row) for row in connection.execute(_CRASHED)]
         done = [
-            self._isolate(parameters["batch"], parameters["numbers"][start : start + _AT_ONCE])
+            each
             for parameters in named(found)
             for start in range(0, len(parameters["numbers"]), _AT_ONCE)
+            for each in self._try(parameters["batch"], parameters["numbers"][start : start + _AT_ONCE])
         ]
-        return Isolated(split=sum(each.split for each in done), failed=sum(each.failed for each in done))
+        return Isolated(
+            split=sum(each.split for each in done),
+            failed=sum(each.failed for each in done),
+            refused=sum(each.refused for each in done),
+        )
+
+    def _try(self, batch_id: str, numbers: Sequence[int]) -> Iterator[Isolated]:
+        """All of them together, or where that is refused one by one."""
+        try:
+            yield self._isolate(batch_id, numbers)
+        except BatchjobsError:
+            raise
+        except Exception:  # noqa: BLE001  whatever the database has against a row
+            if len(numbers) == 1:
+                yield Isolated(refused=1)
+                return
+            for number in numbers:
+                yield from self._try(batch_id, [number])
 
     def _isolate(self, batch_id: str, numbers: Sequence[int]) -> Isolated:
         with self._database.writing() as connection:

@@ -274,7 +274,9 @@ def test_a_flushed_redis_is_filled_again(
     eventually(lambda: is_complete(store, batch_id), "what Redis forgot is done all the same")
     assert len(completions(store, batch_id)) == 60
     assert attempts(store, batch_id) == [1] * 15
-    eventually(lambda: [seen.name for seen in Worker.all(connection=queue.connection)] == ["w1"], "Redis knows it again")
+    eventually(
+        lambda: [seen.name for seen in Worker.all(connection=queue.connection)] == ["w1"], "Redis knows it again"
+    )
     assert worker.stop() == 0
 
 

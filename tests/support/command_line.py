@@ -40,6 +40,9 @@ class StandInQueue:
     def drop_batch(self, batch_id: str) -> int:
         return 0
 
+    def worker_notes(self) -> dict[str, str]:
+        return {}
+
     def wake(self) -> None:
         self.woken += 1
 

@@ -56,6 +56,7 @@ class FakeStore:
         self.sizes: list[int] = []
         self.refused: set[int] = set()
         self.total = 0
+        self.let_go: list[ShardId] = []
 
     def record(self, records: Sequence[tuple[Lease, Completion]]) -> Recorded:
         if self.failures:
@@ -67,6 +68,10 @@ class FakeStore:
         self.rows |= {completion.index: completion for _, completion in records}
         done = [LEASE.shard] if self.total and len(self.rows) == self.total else []
         return Recorded(done=done, stale=[])
+
+    def renew(self, leases: Sequence[Lease], ttl_seconds: float) -> set[ShardId]:
+        self.let_go += [lease.shard for lease in leases if ttl_seconds == 0]
+        return {lease.shard for lease in leases}
 
 
 def answer(index: int) -> Completion:
@@ -263,6 +268,7 @@ class TestRecorder:
         assert recorder.stop(5) == 0
         assert sorted(store.rows) == [0, 2]
         assert not holdings.has(LEASE)
+        assert store.let_go == [LEASE.shard], "for another try at once"
 
     def test_a_finished_shard_leaves_the_holdings(
         self, recorder: Recorder, store: FakeStore, holdings: Holdings, rq: FakeRq
