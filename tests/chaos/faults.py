@@ -165,17 +165,17 @@ class Faults:
 
     def _cut_commit(self, fault: Fault) -> str | None:
         """Mostly of outcomes, else of whatever comes next: a claim, a renewal, a checkpoint, a chunk of a batch."""
-        slots = self._cluster.ways if fault.seconds % 0.5 < 0.15 else self._cluster.slots
-        writing = b"" if slots is self._cluster.ways else _COPIED
+        is_any = fault.lot < 0.3
+        slots = self._cluster.ways if is_any else self._cluster.slots
         proxies = [slot.sql for slot in slots if slot.sql is not None]
-        proxy = proxies[int(fault.lot * len(proxies))]
+        proxy = proxies[int(1000 * fault.lot) % len(proxies)]
         before = proxy.cut_commits
-        proxy.cut_after_commit(writing)
+        proxy.cut_after_commit(b"" if is_any else _COPIED)
         deadline = time.monotonic() + _COMMIT_SECONDS
         while proxy.cut_commits == before and time.monotonic() < deadline:
             time.sleep(0.02)
         proxy.forget_commits()
-        return None if proxy.cut_commits == before else ("of outcomes" if writing else "of anything")
+        return None if proxy.cut_commits == before else ("of anything" if is_any else "of outcomes")
 
     def _sql_away(self, fault: Fault) -> str:
         proxies = [slot.sql for slot in self._cluster.ways if slot.sql is not None]

@@ -180,8 +180,10 @@ def test_cancelling_races_with_the_start_and_nothing_hangs_or_doubles(
 def test_a_full_redis_delays_and_loses_nothing(
     client: Client, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, queued: int
 ) -> None:
-    """A-q-07: the submission says so, is not doubled when it is repeated, and the worker goes on, before and after: also
-    where the queue is empty, because Redis could take nothing of what is to be done."""
+    """A-q-07: the submission says so, is not doubled when it is repeated, and the worker goes on, before and after.
+
+    Also where the queue is empty, because Redis could take nothing of what is to be done.
+    """
     worker = start()
     worker.loop.hold()
     lines = [{"custom_id": f"q{number}", "prompt": f"p{number}", "max_tokens": 2} for number in range(300)]
