@@ -94,6 +94,10 @@ class Holdings:
                 held.unfinished = dict(choices)
                 held.size = len(held.unfinished)
 
+    def holds(self, shard: ShardId) -> bool:
+        """Whether under this lease or another, and whether it has run out or not."""
+        return shard in self._held
+
     def has(self, lease: Lease) -> bool:
         with self._lock:
             return self._find(lease) is not None

@@ -183,7 +183,9 @@ class Intake(threading.Thread):
             self._empty_until = time.monotonic() + POLL_SECONDS
             return False
         try:
-            leases = self._store.claim(popped, self._rq.name, self._lease_seconds, self._models)
+            # What is held here under a lease that ran out meanwhile goes on when that is renewed.
+            others = [shard for shard in popped if not self._holdings.holds(shard)]
+            leases = self._store.claim(others, self._rq.name, self._lease_seconds, self._models)
             refused = set(popped) - {lease.shard for lease in leases}
             foreign = self._store.for_other_models(refused, self._models) if refused else set()
         except BatchjobsError:
@@ -243,7 +245,8 @@ class Intake(threading.Thread):
     def _claim_without_redis(self, wanted: int) -> bool:
         """SQL is the truth: while Redis is away or full, work is taken from it directly. Of what is oldest some are
         chosen by chance, because other workers are choosing too."""
-        found = self._store.claimable(8 * wanted, models=self._models)
+        claimable = self._store.claimable(8 * wanted + len(self._holdings), models=self._models)
+        found = [each for each in claimable if not self._holdings.holds(each[0])]
         chosen = dict(random.sample(found, min(wanted, len(found))))
         leases = self._store.claim(list(chosen), self._rq.name, self._lease_seconds, self._models)
         kept = self._wanted(leases, wanted)

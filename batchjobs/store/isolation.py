@@ -142,9 +142,9 @@ def _give_up(connection: Connection, row: Row[Any], created_at: datetime) -> Non
 def _message(row: Row[Any]) -> str:
     crashes = row.attempts - row.forgiven
     return (
-        f"{crashes} workers died while they ran it, the last {crashes - ALONE_AT} with nothing beside it;"
-        f" look into the log of worker {row.owner} for the cause, often too little memory for a request of this length,"
-        " and then run the failed requests of the batch again"
+        f"{crashes} workers died while they ran it or could not store how it ended, the last {crashes - ALONE_AT} with"
+        f" nothing beside it; look into the log of worker {row.owner} for the cause, often too little memory for a"
+        " request of this length, and then run the failed requests of the batch again"
     )
 
 

@@ -204,7 +204,9 @@ class TestGivingUp:
         assert (kept.worker, kept.attempt, kept.started_at) == ("w3", 5, STARTED)
         assert stored.error is not None
         assert stored.error.code == WORKER_CRASHED
-        assert stored.error.message.startswith("5 workers died while they ran it, the last 2 with nothing beside it;")
+        assert stored.error.message.startswith(
+            "5 workers died while they ran it or could not store how it ended, the last 2 with nothing beside it;"
+        )
         assert rows(store, "state, fence, failed, completion_tokens") == [("done", 6, 1, 2)]
         assert list(store.select("SELECT count(*) FROM checkpoints")[1]) == [(0,)]
         assert (store.batch(batch_id).status, store.failures(batch_id)) == (BatchStatus.COMPLETED, {WORKER_CRASHED: 1})

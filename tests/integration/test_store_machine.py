@@ -227,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
             isolated = Isolated()
         swept = sum(batch.cancel_free() for batch in self.batches.values() if batch.is_cancelled)
         done = reconcile(self.store, self.queue, thorough=True)  # type: ignore[arg-type]
-        assert (Isolated(done.split, done.failed), done.swept, done.discarded) == (isolated, swept, 0)
+        assert (Isolated(done.split, done.failed, done.refused), done.swept, done.discarded) == (isolated, swept, 0)
         assert self.queue.entries.issuperset(self.claimable())
 
     @rule()

@@ -423,3 +423,20 @@ class TestAlone:
         parts.loop.waiting = 0
         parts.intake._empty_until = 0.0
         parts.settle()
+
+
+def test_what_it_holds_is_not_claimed_a_second_time(parts: Parts) -> None:
+    """Its lease ran out while the database was away, and somebody queued it again: it goes on when that is renewed."""
+    parts.rq.queued = [shard(0)]
+    parts.settle()
+    (lease,) = parts.holdings.leases
+    parts.rq.queued = [shard(0), shard(1)]
+    parts.intake._empty_until = 0.0
+    parts.settle()
+    assert [each.shard for each in parts.holdings.leases] == [shard(0), shard(1)]
+    assert parts.holdings.has(lease)
+    assert parts.rq.dropped == [shard(0)]
+    parts.rq.is_away, parts.store.ready = True, [shard(0), shard(1), shard(2)]
+    parts.intake._empty_until = 0.0
+    parts.intake._pass()
+    assert parts.rq.adopted == [shard(2)]
