@@ -35,7 +35,7 @@ class Reconciled:
     swept: int = 0
     split: int = 0
     failed: int = 0
-    refused: int = 0
+    refused: tuple[str, ...] = ()
     discarded: int = 0
 
 

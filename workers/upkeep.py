@@ -58,7 +58,7 @@ class Upkeep:
         self._is_stalled = False
         self._next_beat = 0.0
         self._last_thorough = time.monotonic()
-        self._refused = 0
+        self._refusals: set[str] = set()
         self._last_figures = (time.monotonic(), 0)
 
     def keep_leases(self) -> None:
@@ -126,9 +126,9 @@ class Upkeep:
             log.error("gave up %s whose workers died every time", plural(done.failed, "request"))
         if done.discarded:
             log.info("discarded %s that nobody finished", plural(done.discarded, "submission"))
-        if done.refused > self._refused:
-            log.error("the database refuses the end of %s whose workers died", plural(done.refused, "shard"))
-        self._refused = done.refused
+        for refusal in set(done.refused) - self._refusals:
+            log.error("the database refuses how work ends whose workers died, %s", refusal)
+        self._refusals = set(done.refused)
 
     def _hangs(self, stats: EngineStats) -> bool:
         silent = time.monotonic() - stats.ticked_at

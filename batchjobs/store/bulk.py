@@ -79,9 +79,8 @@ def run_each(connection: Connection, statement: Delete, parameters: Sequence[dic
     """
     driver = connection.connection.driver_connection
     assert driver is not None
-    sql, names, constants = _compiled(statement, connection.dialect)
-    filled = [{**constants, **each} for each in parameters]
-    given = [tuple(each[name] for name in names) for each in filled] if names else filled
+    sql, names = _compiled(statement, connection.dialect)
+    given = [tuple(each[name] for name in names) for each in parameters] if names else parameters
     with closing(driver.cursor()) as cursor:
         if len(given) == 1:
             cursor.execute(sql, given[0])
@@ -90,11 +89,10 @@ def run_each(connection: Connection, statement: Delete, parameters: Sequence[dic
 
 
 @lru_cache
-def _compiled(statement: Delete, dialect: Dialect) -> tuple[str, Sequence[str], dict[str, Any]]:
-    """Its text, the names of its parameters where they have places instead, and those that it brings itself."""
+def _compiled(statement: Delete, dialect: Dialect) -> tuple[str, Sequence[str]]:
+    """Its text, and the names of its parameters where they have places instead."""
     compiled = statement.compile(dialect=dialect)
-    constants = {name: value for name, value in compiled.params.items() if value is not None}
-    return str(compiled), compiled.positiontup or (), constants
+    return str(compiled), compiled.positiontup or ()
 
 
 @lru_cache

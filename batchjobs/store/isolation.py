@@ -23,6 +23,7 @@ from batchjobs.store.partial import Ending, empty, end_begun
 from batchjobs.store.records import Isolated
 from batchjobs.store.rows import completion_row
 from batchjobs.tables import batches, completions, instant_text, requests, shards
+from batchjobs.text import shortened
 from batchjobs.types import FinishReason, RequestError, RequestStatus, ShardId
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class IsolationPart(Part):
         return Isolated(
             split=sum(each.split for each in done),
             failed=sum(each.failed for each in done),
-            refused=sum(each.refused for each in done),
+            refused=tuple(reason for each in done for reason in each.refused),
         )
 
     def _try(self, batch_id: str, numbers: Sequence[int]) -> Iterator[Isolated]:
@@ -62,9 +63,10 @@ class IsolationPart(Part):
             yield self._isolate(batch_id, numbers)
         except BatchjobsError:
             raise
-        except Exception:  # noqa: BLE001  whatever the database has against a row
+        except Exception as error:  # noqa: BLE001  whatever the database has against a row
             if len(numbers) == 1:
-                yield Isolated(refused=1)
+                reason = str(error.__cause__ or error).strip()
+                yield Isolated(refused=(f"shard {ShardId(batch_id, numbers[0])}: {shortened(reason, 200)}",))
                 return
             for number in numbers:
                 yield from self._try(batch_id, [number])

@@ -48,11 +48,11 @@ class Recorded:
 @dataclass(frozen=True, slots=True)
 class Isolated:
     """What :meth:`Store.isolate` did: shards replaced by one a request, and single requests that were given up. Of
-    those ``refused`` the database did not take the change."""
+    those ``refused`` the database did not take the change; each says which and why."""
 
     split: int = 0
     failed: int = 0
-    refused: int = 0
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

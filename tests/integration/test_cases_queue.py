@@ -294,7 +294,9 @@ def test_an_end_that_cannot_be_stored_either_keeps_nobody_from_reconciling(store
     for _ in range(FAIL_AT):
         assert len(store.claim([ShardId(batch_id, 0), ShardId(batch_id, 1)], "w1", GONE)) == 2
     for _ in range(3):
-        reconcile(store, queue, thorough=True)
+        done = reconcile(store, queue, thorough=True)
+        assert [refusal.partition(": ")[0] for refusal in done.refused] == [f"shard {batch_id}-0"]
+        assert "poisoned" in done.refused[0]
     [end] = completions(store, batch_id)
     assert end.index == 1
     assert end.error is not None

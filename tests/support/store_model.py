@@ -128,7 +128,7 @@ class Queue:
     def missing(self, page: Iterable[tuple[ShardId, Priority]]) -> list[tuple[ShardId, Priority]]:
         return [each for each in page if each[0] not in self.entries]
 
-    def enqueue(self, page: Iterable[tuple[ShardId, Priority]]) -> int:
+    def enqueue(self, page: Iterable[tuple[ShardId, Priority]], *, at_front: bool = False) -> int:
         new = {shard for shard, _ in page} - self.entries
         self.entries |= new
         return len(new)
