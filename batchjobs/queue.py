@@ -249,11 +249,13 @@ class JobQueue:
             counts = self._pipelined("llen", [queue.key for queue in self.queues.values()])
         return dict(zip(self.queues, counts, strict=True))
 
-    def missing(self, shards: Sequence[tuple[ShardId, Priority]]) -> list[tuple[ShardId, Priority]]:
-        """Those that do not wait in their queue. One that was popped a moment ago is about to be claimed, and counts as
-        waiting; one that was popped and never claimed is missing."""
+    def missing(
+        self, shards: Sequence[tuple[ShardId, Priority]], *, among_first: int | None = None
+    ) -> list[tuple[ShardId, Priority]]:
+        """Those that do not wait in their queue, or not among its first ones. One that was popped a moment ago is about
+        to be claimed and counts as waiting; one that was popped and never claimed is missing."""
         with self._errors():
-            present = {priority: self._ids_in(queue.key) for priority, queue in self.queues.items()}
+            present = {priority: self._ids_in(queue.key, among_first) for priority, queue in self.queues.items()}
             for priority in self.queues:
                 present[priority] |= self._freshly_popped(priority)
         return [(shard, priority) for shard, priority in shards if str(shard) not in present[priority]]
@@ -269,11 +271,15 @@ class JobQueue:
         youngest = _SEEN_TTL_SECONDS - STRANDED_SECONDS
         return {i for i, left in zip(ids, lifetimes, strict=True) if left > youngest}
 
-    def _ids_in(self, key: str) -> set[str]:
-        """A list's ids, read in pages. Ids that move meanwhile may be overlooked; that only queues them once more."""
+    def _ids_in(self, key: str, first: int | None = None) -> set[str]:
+        """The ids of a list, or its first ones, read in pages. Ids that move meanwhile may be overlooked; that only
+        queues them once more."""
         found: set[str] = set()
-        for start in range(0, self.connection.llen(key), _PAGE):
-            found.update(as_text(i) for i in self.connection.lrange(key, start, start + _PAGE - 1))
+        length = self.connection.llen(key)
+        wanted = length if first is None else min(first, length)
+        for start in range(0, wanted, _PAGE):
+            last = min(start + _PAGE, wanted) - 1
+            found.update(as_text(i) for i in self.connection.lrange(key, start, last))
         return found
 
     def worker_notes(self) -> dict[str, str]:

@@ -75,7 +75,8 @@ def reconcile(store: Store, queue: JobQueue, *, thorough: bool = False) -> Recon
 def _missing(store: Store, queue: JobQueue, *, begun: bool = False) -> Iterator[list[tuple[ShardId, Priority]]]:
     after: ShardId | None = None
     while page := store.claimable(_PAGE, after=after, begun=begun):
-        if missing := queue.missing(page):
+        # Begun ones may wait far behind, from before a worker took them out of SQL.
+        if missing := queue.missing(page, among_first=2 * len(page) if begun else None):
             # Some were claimed while we looked: SQL knew before they left Redis, so it is asked once more.
             claimable = set(store.claimable(len(page), after=after, begun=begun))
             yield [each for each in missing if each in claimable]

@@ -117,7 +117,7 @@ class Upkeep:
 
     def _tell(self, done: Reconciled) -> None:
         if done.queued:
-            log.info("queued %s again that Redis lacked", plural(done.queued, "shard"))
+            log.info("queued %s again", plural(done.queued, "shard"))
         if done.swept:
             log.info("cancelled %s that nobody held", plural(done.swept, "request"))
         if done.split:

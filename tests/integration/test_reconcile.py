@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -82,8 +82,8 @@ def test_a_shard_claimed_while_it_looks_is_not_queued(
     batch_id = submit(store, 8)
     look = queue.missing
 
-    def look_and_be_overtaken(shards: list) -> list:  # type: ignore[type-arg]
-        found = look(shards)
+    def look_and_be_overtaken(shards: list, **options: Any) -> list:  # type: ignore[type-arg]
+        found = look(shards, **options)
         claim(store, batch_id, 0)
         return found
 
@@ -154,6 +154,16 @@ def test_pages_are_walked_to_the_end(store: Store, queue: JobQueue, monkeypatch:
     batch_id = submit(store, 40)
     assert reconcile(store, queue).queued == 10
     assert queue.queues[Priority.DEFAULT].job_ids == [f"{batch_id}-{n}" for n in range(10)]
+
+
+def test_what_was_begun_goes_first_also_where_it_waits(store: Store, queue: JobQueue) -> None:
+    batch_id = submit(store, 40)
+    reconcile(store, queue)
+    claim(store, batch_id, 7, ttl=GONE)  # by a worker that could not reach Redis: its entry is still in the queue
+    assert reconcile(store, queue).queued == 1
+    waiting = [f"{batch_id}-{number}" for number in (7, 0, 1, 2, 3, 4, 5, 6, 8, 9)]
+    assert queue.queues[Priority.DEFAULT].job_ids == waiting
+    assert reconcile(store, queue).queued == 0
 
 
 def test_what_a_dead_worker_had_begun_goes_first(store: Store, queue: JobQueue) -> None:

@@ -125,7 +125,9 @@ class Queue:
     def depths(self) -> dict[Priority, int]:
         return {Priority.DEFAULT: len(self.entries)}
 
-    def missing(self, page: Iterable[tuple[ShardId, Priority]]) -> list[tuple[ShardId, Priority]]:
+    def missing(
+        self, page: Iterable[tuple[ShardId, Priority]], *, among_first: int | None = None
+    ) -> list[tuple[ShardId, Priority]]:
         return [each for each in page if each[0] not in self.entries]
 
     def enqueue(self, page: Iterable[tuple[ShardId, Priority]], *, at_front: bool = False) -> int:
