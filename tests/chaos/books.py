@@ -16,7 +16,11 @@ from tests.chaos.cluster import Cluster
 def left_in_redis(cluster: Cluster, seconds: float) -> list[str]:
     """What is still there after so long, in words. Workers go on meanwhile."""
     deadline = time.monotonic() + seconds
+    said: list[str] = []
     while (left := unfinished_shards(cluster)) and time.monotonic() < deadline:
+        if left != said:
+            cluster.say("; ".join(left))
+        said = left
         cluster.look_after()
         time.sleep(0.2)
     return left

@@ -49,7 +49,9 @@ LONGEST_SECONDS = 4.0
 """Outages last from half of this to all of it: some outlive the leases."""
 
 _LOOK_SECONDS = 0.05
-_REDIS_SECONDS = 45.0
+_REDIS_SECONDS = 80.0
+"""Workers clear RQ's books of what dead ones left once a minute."""
+
 _SUBMITTING = 0.8
 """The share of the time over which batches are submitted."""
 
