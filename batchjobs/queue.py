@@ -310,12 +310,17 @@ class JobQueue:
                     self.connection.eval(_UNLOCK, 1, _RECONCILE_LOCK, token)
 
     def tidy(self) -> None:
-        """Clears away what dead workers left: expired registry entries, shards popped and never claimed (they count as
-        :meth:`missing`), the workers themselves."""
+        """Clears away what dead workers left: expired registry entries, the workers themselves, and :meth:`unstrand`."""
         with self._errors():
-            for priority, queue in self.queues.items():
+            for queue in self.queues.values():
                 clean_registries(queue)
                 clean_worker_registry(queue)
+        self.unstrand()
+
+    def unstrand(self) -> None:
+        """Clears away shards that were popped and never claimed; they count as :meth:`missing`."""
+        with self._errors():
+            for priority, queue in self.queues.items():
                 key = queue.intermediate_queue_key
                 for stranded in self._ids_in(key) - self._freshly_popped(priority):
                     self.connection.lrem(key, 0, stranded)

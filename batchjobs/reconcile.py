@@ -60,8 +60,7 @@ def reconcile(store: Store, queue: JobQueue, *, thorough: bool = False) -> Recon
     with queue.reconciling() as mine:
         if not mine:
             return done
-        if thorough:
-            queue.tidy()
+        (queue.tidy if thorough else queue.unstrand)()
         begun = sum(queue.enqueue(page, at_front=True) for page in _missing(store, queue, begun=True))
         done = replace(done, queued=begun)
         claimable = store.claimable_count()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchjobs import queue as queues
 from batchjobs.errors import ConnectionFailed
 from batchjobs.queue import JobQueue
 from batchjobs.reconcile import Reconciled, reconcile
@@ -177,3 +178,19 @@ def test_what_a_dead_worker_had_begun_goes_first(store: Store, queue: JobQueue) 
     waiting = queue.queues[Priority.DEFAULT].job_ids
     assert waiting[:6] == [f"{batch_id}-{number}" for number in (2, 4, 0, 1, 3, 5)]
     assert reconcile(store, queue).queued == 0
+
+
+def test_what_was_popped_by_a_worker_that_died_does_not_stay_popped(
+    store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where somebody else did the shard meanwhile."""
+    monkeypatch.setattr(queues, "STRANDED_SECONDS", -1)  # whatever is there is old
+    batch_id = submit(store, 8)
+    reconcile(store, queue)
+    rq = queue.queues[Priority.DEFAULT]
+    for _ in range(2):
+        queue.connection.lmove(rq.key, rq.intermediate_queue_key)
+    finish(store, claim(store, batch_id, 0))
+    assert reconcile(store, queue).queued == 1
+    assert queue.connection.lrange(rq.intermediate_queue_key, 0, -1) == []
+    assert rq.job_ids == [f"{batch_id}-1"]

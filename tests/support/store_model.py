@@ -122,6 +122,9 @@ class Queue:
     def tidy(self) -> None:
         pass
 
+    def unstrand(self) -> None:
+        pass
+
     def depths(self) -> dict[Priority, int]:
         return {Priority.DEFAULT: len(self.entries)}
 
