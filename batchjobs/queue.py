@@ -310,7 +310,7 @@ class JobQueue:
                     self.connection.eval(_UNLOCK, 1, _RECONCILE_LOCK, token)
 
     def tidy(self) -> None:
-        """Clears away what dead workers left: expired registry entries, the workers themselves, and :meth:`unstrand`."""
+        """Clears away what dead workers left: registry entries that expired, the workers, and see :meth:`unstrand`."""
         with self._errors():
             for queue in self.queues.values():
                 clean_registries(queue)
