@@ -24,6 +24,7 @@ from batchjobs.failpoints import reach
 from workers.outage import Outage
 from workers.reader import Reader
 from workers.recorder import MAX_BACKLOG
+from workers.rq_states import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -85,6 +86,7 @@ class Intake(threading.Thread):
         self._is_queue_broken = is_queue_broken
         self._ahead = max(MIN_AHEAD, math.ceil(max_requests / 2))
         self._unread: deque[Lease] = deque()
+        self._unreleased: list[Lease] = []  # not wanted, and still to be released in SQL
         self._probe = 1
         self._is_clearing = False  # for a shard that is to run alone, or while one runs
         self._is_full = False
@@ -127,6 +129,7 @@ class Intake(threading.Thread):
     def _pass(self) -> float:
         """One look, and what follows from it. Returns for how long there is nothing to do."""
         try:
+            self._release()
             found = self._read() if self._unread else self._claim(self._shortage())
             if not found:
                 self._share()
@@ -221,16 +224,30 @@ class Intake(threading.Thread):
         for lease in kept:
             self._holdings.take(lease)
             self._unread.append(lease)
-        if surplus:
-            self._store.release(surplus)
+        is_released = self._give_up(surplus)
         try:
             self._rq.start(lease.shard for lease in kept)
             reach("after_start")
             self._rq.drop(shard for shard in popped if shard not in claimed and shard not in foreign)
             self._rq.put_back((shard for shard in popped if shard in foreign), at_front=False)
-            self._rq.put_back(lease.shard for lease in surplus)
+            (self._rq.put_back if is_released else self._rq.drop)(lease.shard for lease in surplus)
         except ConnectionFailed as error:  # SQL has them as ours; the next heartbeat shows them, the next look repairs
             self._redis.failed(error)
+
+    def _give_up(self, leases: list[Lease]) -> bool:
+        """Gives leases back that nothing was begun with. False: as soon as the database is there again."""
+        self._unreleased += leases
+        try:
+            self._release()
+        except ConnectionFailed as error:
+            self._sql.failed(error)
+            return False
+        return True
+
+    def _release(self) -> None:
+        if self._unreleased:
+            self._store.release(self._unreleased)
+            self._unreleased.clear()
 
     def _wanted(self, leases: list[Lease], wanted: int) -> list[Lease]:
         """Which of the claimed shards to keep: the first ones, or one that runs alone, once nothing else is here."""
@@ -253,8 +270,7 @@ class Intake(threading.Thread):
         for lease in kept:
             self._holdings.take(lease)
             self._unread.append(lease)
-        if len(kept) < len(leases):
-            self._store.release([lease for lease in leases if lease not in kept])
+        self._give_up([lease for lease in leases if lease not in kept])
         self._rq.adopt((lease.shard, chosen[lease.shard]) for lease in kept)
         return bool(kept)
 
@@ -269,10 +285,13 @@ class Intake(threading.Thread):
             if view.suspended or view.depth or not view.idle_others:
                 return
             lease = self._holdings.spare(waiting)
-            if lease is not None:
-                self._store.release([lease])
-                self._rq.give_back([lease.shard])
-                log.info("gave shard %s, not begun here, to a worker that is idle", lease.shard)
+            if lease is None:
+                return
+            if not self._give_up([lease]):
+                self._rq.end(lease.shard, Ending.LOST)  # it is queued again when it is released
+                return
+            self._rq.give_back([lease.shard])
+            log.info("gave shard %s, not begun here, to a worker that is idle", lease.shard)
         except ConnectionFailed as error:
             log.debug("did not share: %s", error)  # nothing depends on it; others say what is wrong
 

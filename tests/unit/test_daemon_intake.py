@@ -66,6 +66,7 @@ class FakeRq:
         self.given_back: list[ShardId] = []
         self.adopted: list[ShardId] = []
         self.pops: list[int] = []
+        self.ended: list[ShardId] = []
 
     def look(self) -> QueueView:
         if self.is_away:
@@ -93,7 +94,7 @@ class FakeRq:
         self.adopted += [each for each, _ in shards]
 
     def end(self, shard: ShardId, ending: Any) -> None:
-        pass
+        self.ended.append(shard)
 
 
 class FakeStore:
@@ -107,6 +108,7 @@ class FakeStore:
         self.ready: list[ShardId] = []
         self.alone: set[ShardId] = set()  # took their workers down before
         self.released: list[ShardId] = []
+        self.refuses_release = False
         self.is_away = False
         self.beats: list[WorkerFigures] = []
         self.renewed = 0
@@ -138,6 +140,8 @@ class FakeStore:
         return {}
 
     def release(self, leases: Sequence[Lease]) -> None:
+        if self.refuses_release:
+            raise ConnectionFailed("the database is away")
         self.released += [lease.shard for lease in leases]
 
     def beat(self, name: str, figures: WorkerFigures) -> bool:
@@ -440,3 +444,34 @@ def test_what_it_holds_is_not_claimed_a_second_time(parts: Parts) -> None:
     parts.intake._empty_until = 0.0
     parts.intake._pass()
     assert parts.rq.adopted == [shard(2)]
+
+
+class TestReleaseFails:
+    """The database goes away between a claim and the release of what is not wanted."""
+
+    def test_of_a_surplus(self, parts: Parts) -> None:
+        parts.intake._probe = 4
+        parts.loop.waiting = parts.loop.running = 0
+        parts.rq.queued = [shard(n) for n in range(4)]
+        parts.intake._ahead = 8  # one shard is wanted
+        parts.store.refuses_release = True
+        parts.intake._pass()
+        assert parts.rq.started == [shard(0)], "what is kept is shown as started all the same"
+        assert parts.rq.dropped == [shard(1), shard(2), shard(3)]
+        assert parts.store.released == []
+        parts.store.refuses_release = False
+        parts.intake._pass()
+        assert parts.store.released == [shard(1), shard(2), shard(3)], "an attempt that was none does not count"
+
+    def test_of_what_was_to_be_shared(self, parts: Parts) -> None:
+        parts.rq.queued = [shard(n) for n in range(12)]
+        parts.settle()
+        parts.loop.steps, parts.rq.idle_others = 5, 1
+        parts.store.refuses_release = True
+        parts.intake._share_at = 0.0
+        parts.settle()
+        (given_up,) = parts.rq.ended
+        assert parts.rq.given_back == []
+        parts.store.refuses_release = False
+        parts.intake._pass()
+        assert parts.store.released == [given_up]
