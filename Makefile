@@ -52,7 +52,7 @@ run: $(VENV)/.worker
 	$(BIN)/batchjobs sql "$$(cat examples/tokens.sql)"
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu

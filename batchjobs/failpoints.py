@@ -11,6 +11,8 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from batchjobs.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -61,7 +63,7 @@ def armed(actions: Mapping[str, Callable[[], None]]) -> Iterator[None]:
 
 def _check(point: str) -> None:
     if point not in POINTS:
-        raise ValueError(f"there is no failpoint {point!r}; there are {', '.join(POINTS)}")
+        raise UsageError(f"there is no failpoint {point!r}; there are {', '.join(POINTS)}")
 
 
 def _die_at(number: int) -> Callable[[], None]:

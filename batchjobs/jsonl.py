@@ -152,7 +152,7 @@ def _plain_endpoint(fields: dict[str, Any], has_id: bool) -> Endpoint:
         return Endpoint.COMPLETIONS
     if "messages" in fields:
         return Endpoint.CHAT
-    found = f" (the line has: {listed(fields)})" if fields else " (the line is empty)"
+    found = f" (the line has: {listed(fields)})" if fields else "" if has_id else " (the line is empty)"
     if has_id:
         raise FieldError(f"missing method, url, body; or prompt or messages, for a plain line{found}")
     raise FieldError(f"neither prompt or messages nor custom_id, method, url and body found{found}")

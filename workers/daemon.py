@@ -91,7 +91,7 @@ class Daemon:
 
     Args:
         loop: Around the engine; started here, and stopped.
-        burst: End when there is nothing to claim and everything held is stored.
+        burst: End when there is nothing to claim, everything held is stored, and whoever holds other shards lives.
         name: Unique among the living workers; made up of host and process where none is given.
         until: Asked now and then; the worker ends in good order when it says True.
     """
@@ -118,6 +118,8 @@ class Daemon:
         self._stop_reason: str | None = None
         self._signalled = False
         self._ask_at = 0.0
+        self._first_ends: dict[str, float] = {}  # of others' leases, as they were seen first
+        self._waits = False
         lease = settings.lease_seconds
         self._rq = RqWorker(queue.url, self.name, lease_seconds=lease)
         outcomes = Outcomes(self.name, loop.engine)
@@ -274,13 +276,23 @@ class Daemon:
         if self._intake.is_suspended:
             return True
         try:
-            left = self._store.claimable_count(self._models)
+            left = self._store.claimable_count(self._models) or self._silent_holders()
         except BatchjobsError:  # the threads that need the database say so
             return False
         if left:
             self._reconcile.wake()  # it is in SQL, and may be missing in Redis
             self._intake.wake()
         return not left and not len(self._holdings)
+
+    def _silent_holders(self) -> list[str]:
+        """Workers that hold shards and were not seen to prolong their leases since we look: they may be dead."""
+        holders = self._store.holders(self._models)
+        self._first_ends = {name: self._first_ends.get(name, end) for name, end in holders.items()}
+        silent = [name for name, end in holders.items() if end <= self._first_ends[name]]
+        if silent and not self._waits:
+            log.info("waiting for the leases of %s: it works on them, or they run out", ", ".join(silent))
+        self._waits = bool(silent)
+        return silent
 
     # Ending
 

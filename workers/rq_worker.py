@@ -182,6 +182,11 @@ class RqWorker(BaseWorker):
         if self._listener is not None:
             self._listener.renew()
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether `rq suspend` was in force at the last look."""
+        return self._suspended
+
     # Taking
 
     def look(self) -> QueueView:

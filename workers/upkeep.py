@@ -145,7 +145,7 @@ class Upkeep:
         self._last_figures = (now, stats.generated_tokens)
         unfinished = self._holdings.unfinished
         return WorkerFigures(
-            state="busy" if unfinished else "idle",
+            state="busy" if unfinished else "suspended" if self._rq.is_suspended else "idle",
             running=stats.running,
             waiting=max(0, unfinished - stats.running),
             kv_usage_ratio=stats.kv_usage_ratio,

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from batchjobs.clock import database_instant, database_seconds
 from batchjobs.errors import BatchjobsError
 from batchjobs.store.bulk import insert_rows
+from batchjobs.store.cancelling import CANCEL_REQUEST
 from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, free_at, in_range
 from batchjobs.store.leases import ALONE_AT, CRASHED_TOO_OFTEN
 from batchjobs.store.locks import locked_batch, named
@@ -22,7 +23,7 @@ from batchjobs.store.part import Part
 from batchjobs.store.partial import Ending, empty, end_begun
 from batchjobs.store.records import Isolated
 from batchjobs.store.rows import completion_row
-from batchjobs.tables import batches, completions, instant_text, requests, shards
+from batchjobs.tables import batches, commands, completions, instant_text, requests, shards
 from batchjobs.text import shortened
 from batchjobs.types import FinishReason, RequestError, RequestStatus, ShardId
 
@@ -128,25 +129,36 @@ def _counts(choices: Sequence[Row[Any]], now: datetime) -> dict[str, Any]:
 
 def _give_up(connection: Connection, row: Row[Any], created_at: datetime) -> None:
     now = connection.execute(sa.select(database_instant())).scalar_one()
-    ending = Ending(
+    index = {"batch": row.batch_id, "first": row.first_index, "last": row.last_index}
+    is_cancelled = connection.execute(_CANCELLED, index).first() is not None
+    ending = _cancelled(row) if is_cancelled else _crashed(row)
+    if not end_begun(connection, row.batch_id, row.shard_no, row.first_index, row.last_index, ending):
+        outcome = completion_row(row.batch_id, empty(row.first_index, ending, now), instant_text(created_at))
+        insert_rows(connection, completions, [outcome])
+    connection.execute(_END, {"batch": row.batch_id, "numbers": [row.shard_no], "more_cancelled": int(is_cancelled)})
+
+
+def _cancelled(row: Row[Any]) -> Ending:
+    """Somebody asked for that before it crashed, and no worker lived to do it."""
+    return Ending(status=RequestStatus.CANCELLED, finish_reason=FinishReason.CANCELLED, worker=row.owner)
+
+
+def _crashed(row: Row[Any]) -> Ending:
+    return Ending(
         status=RequestStatus.FAILED,
         finish_reason=FinishReason.ERROR,
         worker=row.owner,
         attempt=row.attempts,
         error=RequestError(code=WORKER_CRASHED, message=_message(row)),
     )
-    if not end_begun(connection, row.batch_id, row.shard_no, row.first_index, row.last_index, ending):
-        outcome = completion_row(row.batch_id, empty(row.first_index, ending, now), instant_text(created_at))
-        insert_rows(connection, completions, [outcome])
-    connection.execute(_FAIL, {"batch": row.batch_id, "numbers": [row.shard_no]})
 
 
 def _message(row: Row[Any]) -> str:
     crashes = row.attempts - row.forgiven
     return (
-        f"{crashes} workers died while they ran it or could not store how it ended, the last {crashes - ALONE_AT} with"
-        f" nothing beside it; look into the log of worker {row.owner} for the cause, often too little memory for a"
-        " request of this length, and then run the failed requests of the batch again"
+        f"{crashes} attempts came to no end, the last {crashes - ALONE_AT} with nothing beside it: its workers died, or"
+        f" were cut off, or could not store how it ended; look into the log of worker {row.owner} for the cause, often"
+        " too little memory for a request of this length, and then run the failed requests of the batch again"
     )
 
 
@@ -175,8 +187,11 @@ _OUTCOMES = (
     .order_by(completions.c.index, completions.c.choice)
 )
 _DELETE = sa.delete(shards).where(IS_NAMED)
-_FAIL = (
+_CANCELLED = sa.select(commands.c.id).where(in_range(commands), commands.c.kind == CANCEL_REQUEST)
+_END = (
     sa.update(shards)
     .where(IS_NAMED)
-    .values(state="done", fence=shards.c.fence + 1, failed=shards.c.failed + 1, finished_at=database_instant())
+    .values(state="done", fence=shards.c.fence + 1, finished_at=database_instant())
+    .values(failed=shards.c.failed + 1 - sa.bindparam("more_cancelled", type_=sa.Integer))
+    .values(cancelled=shards.c.cancelled + sa.bindparam("more_cancelled", type_=sa.Integer))
 )

@@ -65,6 +65,12 @@ class LeasePart(Part):
         with self._database.reading() as connection:
             return connection.execute(_CLAIMABLE_COUNT, _served(models)).scalar_one()
 
+    def holders(self, models: Collection[str] | None = None) -> dict[str, float]:
+        """Workers under whose name unfinished shards are leased that such a model (or any) could go on with, each with
+        the earliest end of these leases: seconds since 1970 by the database's clock. One that lives puts it off."""
+        with self._database.reading() as connection:
+            return {row.owner: row.until for row in connection.execute(_HOLDERS, _served(models))}
+
     def for_other_models(self, wanted: Collection[ShardId], models: Collection[str]) -> set[ShardId]:
         """Which of these shards are unfinished and of batches that ask for none of these models."""
         with self._database.reading() as connection:
@@ -154,6 +160,13 @@ _IS_SERVED = sa.or_(
     sa.bindparam("any_model", type_=sa.Boolean),
     batches.c.model.is_(None),
     batches.c.model.in_(sa.bindparam("models", expanding=True, type_=sa.Text)),
+)
+_HOLDERS = (
+    sa.select(shards.c.owner, sa.func.min(shards.c.lease_until).label("until"))
+    .join(batches, batches.c.id == shards.c.batch_id)
+    .where(IS_UNFINISHED, shards.c.state == "leased", _IS_SERVED)
+    .where(batches.c.cancel_requested_at.is_(None), batches.c.paused_at.is_(None))
+    .group_by(shards.c.owner)
 )
 _FOR_OTHERS = (
     sa.select(shards.c.batch_id, shards.c.shard_no)

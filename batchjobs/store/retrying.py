@@ -13,12 +13,13 @@ import sqlalchemy as sa
 
 from batchjobs.clock import database_instant, database_seconds
 from batchjobs.errors import NotFound, UsageError
+from batchjobs.store.cancelling import CANCEL_REQUEST
 from batchjobs.store.conditions import IS_NAMED, free_at, in_range, runs
 from batchjobs.store.locks import locked_batch
 from batchjobs.store.part import Part, known
 from batchjobs.store.records import Retried
 from batchjobs.store.rows import completion_of, readable
-from batchjobs.tables import batches, completions, past_completions, requests, shards
+from batchjobs.tables import batches, commands, completions, past_completions, requests, shards
 from batchjobs.types import RequestStatus
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def _set_back(connection: Connection, failures: Sequence[_Failures]) -> None:
     ]
     connection.execute(_KEEP, moved)
     connection.execute(_DELETE, moved)
+    connection.execute(_FORGET_CANCELS, moved)  # asked for before they failed: whoever wants them to run again knows
     connection.execute(
         _RESET,
         [
@@ -164,6 +166,7 @@ _ENDED = (
     .where(in_range(completions))
     .order_by(completions.c.index, completions.c.choice)
 )
+_FORGET_CANCELS = sa.delete(commands).where(in_range(commands), commands.c.kind == CANCEL_REQUEST)
 _KEEP = sa.insert(past_completions).from_select(
     [column.name for column in completions.columns] + ["retried_at"],
     sa.select(completions, database_instant()).where(in_range(completions)),

@@ -107,8 +107,8 @@ class Audit:
         # What ended early has the choices that were begun, or one.
         if numbers != (wanted if is_answered else wanted[: len(numbers)]):
             yield f"{name} has the choices {numbers}"
+        self.figures[result.state] += 1
         for choice in choices:
-            self.figures[choice.status] += 1
             yield from self._choice(job, f"{name}.{choice.choice}", choice)
 
     def _choice(self, job: Job, name: str, row: Completion) -> Iterator[str]:

@@ -222,8 +222,7 @@ def _figures(
         *kinds,
         f"{len(cluster.kills)} workers killed, {counts['worker processes']} started, "
         f"{counts['starts in an outage']} of them in an outage, in vain",
-        f"tokens generated: {generated}, stored: {stored}, "
-        f"made again: {max(0.0, 100 * (generated / max(1, stored) - 1)):.1f} %",
+        f"tokens stored: {stored}; generated: at least {generated}, as far as workers that were killed had told",
         f"shards split because workers had died with them: {figures.splits(database)}",
         f"answers that went on from another worker's checkpoint: {figures.continued(database)}",
         f"longest time without an outcome: {figures.longest_gap(database):.1f} s",

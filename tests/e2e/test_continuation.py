@@ -16,7 +16,7 @@ from tests.support.machine import Machine
 from tests.support.models import save_chat_model
 from tests.support.waiting import eventually
 
-TOKENS, HALF, REQUESTS = 400, 200, 8
+TOKENS, HALF, REQUESTS = 400, 200, 4
 PATIENCE = 120.0
 
 

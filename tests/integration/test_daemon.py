@@ -446,7 +446,7 @@ def test_a_lost_lease_writes_nothing(
     (lease,) = _expire_and_claim(store, shard)
     eventually(lambda: worker.loop.stats().waiting == 0, "its sequences end")
     worker.loop.release()
-    assert "lost the lease of shard" in caplog.text
+    eventually(lambda: "lost the lease of shard" in caplog.text, "and it says so")
     assert store.renew([lease], 60) == {shard}, "the new owner still holds it"
     assert worker.stop() == 0
     assert completions(store, batch_id) == []
@@ -591,3 +591,32 @@ def test_a_late_comer_gets_what_the_first_has_not_begun(
     assert Counter(c.worker for c in completions(store, batch_id)) == {"first": 8, "second": 8}
     assert attempts(store, batch_id) == [1, 1]
     assert store.batch(batch_id).counts.completed == 16
+
+
+@sqlite
+def test_a_burst_waits_for_a_worker_that_may_be_dead(
+    start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "batchjobs.worker")
+    batch_id = submit(store, 4)
+    (dead,) = store.claim([ShardId(batch_id, 0)], "dead", 1.5)
+    worker = start(burst=True)
+    assert worker.join() == 0
+    assert is_complete(store, batch_id)
+    assert attempts(store, batch_id) == [2]
+    assert "waiting for the leases of dead" in caplog.text
+    assert not store.record([(dead, completions(store, batch_id)[0])]).done
+
+
+@sqlite
+def test_a_burst_does_not_wait_for_a_worker_that_lives(
+    start: Callable[..., ThreadWorker], store: Store, queue: JobQueue
+) -> None:
+    batch_id = submit(store, 4)
+    enqueue(store, queue)
+    living = start("living")
+    living.loop.hold()
+    eventually(lambda: states(store, batch_id) == {"leased": 1}, "it holds the shard")
+    assert start("burst", burst=True).join() == 0
+    assert not is_complete(store, batch_id)
+    assert living.stop() == 0

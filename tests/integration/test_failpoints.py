@@ -15,6 +15,7 @@ import pytest
 
 from batchjobs import failpoints
 from batchjobs import queue as queues
+from batchjobs.errors import UsageError
 from batchjobs.failpoints import KILLED, POINTS
 from batchjobs.queue import JobQueue
 from batchjobs.reconcile import reconcile
@@ -213,7 +214,7 @@ def test_points_are_armed_by_name() -> None:
         failpoints.reach("after_ack")
     failpoints.reach("before_record")
     assert seen == [1]
-    with pytest.raises(ValueError, match="no failpoint 'before_recrod'"), failpoints.armed({"before_recrod": print}):
+    with pytest.raises(UsageError, match="no failpoint 'before_recrod'"), failpoints.armed({"before_recrod": print}):
         pass
 
 

@@ -205,12 +205,25 @@ class TestGivingUp:
         assert stored.error is not None
         assert stored.error.code == WORKER_CRASHED
         assert stored.error.message.startswith(
-            "5 workers died while they ran it or could not store how it ended, the last 2 with nothing beside it;"
+            "5 attempts came to no end, the last 2 with nothing beside it: its workers died, or were cut off"
         )
         assert rows(store, "state, fence, failed, completion_tokens") == [("done", 6, 1, 2)]
         assert list(store.select("SELECT count(*) FROM checkpoints")[1]) == [(0,)]
         assert (store.batch(batch_id).status, store.failures(batch_id)) == (BatchStatus.COMPLETED, {WORKER_CRASHED: 1})
         assert store.record([(lease, answer(0))]).stale == [lease.shard]
+
+    def test_one_that_was_to_be_cancelled_is_cancelled(self, store: Store) -> None:
+        """Its worker held it when somebody asked, and died before it heard of it."""
+        batch_id = submit(store, 1)
+        crash(store, batch_id, times=4)
+        claim(store, batch_id, ttl=FOREVER)
+        assert store.cancel_request(batch_id, 0).running == 1
+        with store._database.writing() as connection:
+            connection.exec_driver_sql("UPDATE shards SET lease_until = 0")
+        assert store.isolate() == Isolated(failed=1)
+        [kept] = store.result(batch_id, 0).choices
+        assert (kept.status, kept.finish_reason, kept.error) == (RequestStatus.CANCELLED, FinishReason.CANCELLED, None)
+        assert store.batch(batch_id).counts == Counts(total=1, cancelled=1)
 
     def test_without_a_token(self, store: Store) -> None:
         batch_id = submit(store, 1)

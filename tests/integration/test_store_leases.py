@@ -189,3 +189,21 @@ def test_a_batch_that_asks_for_a_model_is_for_workers_with_it(store: Store) -> N
     assert [lease.shard for lease in store.claim(everywhere, "w1", FOREVER, {"small"})] == everywhere[:2]
     assert [lease.shard for lease in store.claim(everywhere, "w2", FOREVER, {"/models/large"})] == everywhere[2:]
     assert store.for_other_models(everywhere, set()) == set(everywhere[1:])
+
+
+def test_who_holds_what_such_a_model_could_go_on_with(store: Store) -> None:
+    batch_id, foreign = submit(store, 12), submit(store, 4, model="other")
+    claim(store, batch_id, 0, worker="w1", ttl=100)
+    claim(store, batch_id, 1, worker="w1", ttl=50)
+    finish(store, claim(store, batch_id, 2, worker="w2"))
+    claim(store, foreign, 0, worker="w3")
+    before = store.holders({"m"})
+    assert before.keys() == {"w1"}
+    assert store.holders().keys() == {"w1", "w3"}
+    lease = claim(store, submit(store, 4), worker="w4", ttl=10)
+    first = store.holders()["w4"]
+    store.renew([lease], 60)
+    assert store.holders()["w4"] > first + 40
+    store.cancel_batch(batch_id)
+    store.pause_batch(foreign)
+    assert store.holders().keys() == {"w4"}

@@ -136,7 +136,7 @@ class TestRetrying:
         assert [crash(store, batch_id).alone for _ in range(5)] == [False, False, False, True, True]
         assert store.isolate() == Isolated(failed=1)
         messages = [past.error and past.error.message for past in store.past_completions(batch_id, 0)]
-        assert [str(message).split(" workers")[0] for message in messages] == ["5"]
+        assert [str(message).split(" attempts")[0] for message in messages] == ["5"]
         assert store.result(batch_id, 0).choices[0].attempt == 10
 
     def test_in_portions(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +250,13 @@ class TestAtTheSameTime:
         with pytest.raises(UsageError, match="was cancelled"):
             store.retry_failed(batch_id)
         assert store.batch(batch_id).counts == Counts(total=8, failed=1, cancelled=7)
+
+
+def test_an_old_order_to_cancel_does_not_meet_a_retry(store: Store) -> None:
+    batch_id = submit(store, 1)
+    lease = claim(store, batch_id)
+    store.cancel_request(batch_id, 0)
+    store.record([(lease, failure(0))])  # it had failed before its worker heard of the order
+    assert store.retry_failed(batch_id).requests == 1
+    again = claim(store, batch_id)
+    assert store.cancelled_requests([again]) == set()

@@ -56,6 +56,7 @@ class FakeLoop:
 
 class FakeRq:
     name = "w1"
+    is_suspended = False
 
     def __init__(self) -> None:
         self.queued: list[ShardId] = []
