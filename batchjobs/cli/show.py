@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from batchjobs.results import Choice, Result
-    from batchjobs.types import Completion, PromptScores, TokenText, TopLogprobs
+    from batchjobs.types import Completion, Progress, PromptScores, TokenText, TopLogprobs
 
 _PROMPT_CHARACTERS = 300
 
@@ -35,13 +35,19 @@ def show_command(ctx: click.Context, request: str, custom_id: str | None, as_jso
         else:
             stored = client.store.result_by_custom_id(request, custom_id)
         earlier = client.store.past_completions(stored.batch_id, stored.request.index)
+        begun = client.store.progress(stored.batch_id, stored.request.index)
     result = Result.of(stored)
     if as_json:
         where = {"batch_id": stored.batch_id, "endpoint": stored.request.endpoint, "body": stored.request.body}
-        out_json({**where, **result.as_dict(), "earlier_attempts": [_earlier(past) for past in earlier]})
+        more = {"earlier_attempts": [_earlier(past) for past in earlier], "so_far": [_so_far(each) for each in begun]}
+        out_json({**where, **result.as_dict(), **more})
         return
     print_fields(_fields(stored.batch_id, result, dict(stored.request.body)))
     _print_earlier(earlier)
+    for each in begun:
+        out("")
+        out(f"{plural(len(each.token_ids), 'token')} so far" + (f" of choice {each.choice}" if len(begun) > 1 else ""))
+        out(_so_far(each)["text"])
     if stored.completion is not None and stored.completion.prompt_scores is not None:
         _print_prompt(stored.completion.prompt_scores)
     for choice in result.choices:
@@ -64,6 +70,13 @@ def _earlier(past: Completion) -> dict[str, Any]:
     """An attempt before the last retry, without its tokens; those are in the table past_completions."""
     names = ("attempt", "choice", "status", "finish_reason", "text", "error", "worker", "started_at", "finished_at")
     return {name: getattr(past, name) for name in names}
+
+
+def _so_far(begun: Progress) -> dict[str, Any]:
+    """What there is of a choice that goes on, without its tokens; those are in the table checkpoints."""
+    from batchjobs.echo import prompt_text
+
+    return {"choice": begun.choice, "tokens": len(begun.token_ids), "text": prompt_text((), begun.tokens)}
 
 
 def _print_earlier(earlier: Sequence[Completion]) -> None:

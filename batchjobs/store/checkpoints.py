@@ -16,7 +16,7 @@ from batchjobs.store.conditions import in_range
 from batchjobs.store.leases import limits_of
 from batchjobs.store.locks import locked_shards
 from batchjobs.store.outcomes import may_write, stored_indexes
-from batchjobs.store.part import Part
+from batchjobs.store.part import Part, known
 from batchjobs.store.rows import CHECKPOINT_COLUMNS, checkpoint_row, progress_of
 from batchjobs.tables import checkpoints, instant_text
 
@@ -73,6 +73,14 @@ class CheckpointPart(Part):
                 found[row.index_].append(progress_of(row))
         return {index: tuple(choices) for index, choices in found.items()}
 
+    def progress(self, batch_id: str, index: int) -> tuple[Progress, ...]:
+        """How far an unfinished request was when it was stored last, choices in order, made by whatever model."""
+        if not 0 <= index < 2**63:
+            return ()
+        inside = {"batch": known("batch", batch_id), "first": index, "last": index}
+        with self._database.reading() as connection:
+            return tuple(map(progress_of, connection.execute(_OF_ANY_MODEL, inside)))
+
 
 def _unfinished(
     connection: Connection, row: Row[Any], given: dict[int, tuple[Progress, ...]]
@@ -104,8 +112,7 @@ def _replace(connection: Connection, new: dict[Lease, dict[int, tuple[Progress, 
 _DELETE = sa.delete(checkpoints).where(
     checkpoints.c.batch_id == sa.bindparam("the_batch"), checkpoints.c.index == sa.bindparam("the_index")
 )
-_STORED = (
-    sa.select(*CHECKPOINT_COLUMNS)
-    .where(in_range(checkpoints), checkpoints.c.model_version == sa.bindparam("version"))
-    .order_by(checkpoints.c.index, checkpoints.c.choice)
+_OF_ANY_MODEL = (
+    sa.select(*CHECKPOINT_COLUMNS).where(in_range(checkpoints)).order_by(checkpoints.c.index, checkpoints.c.choice)
 )
+_STORED = _OF_ANY_MODEL.where(checkpoints.c.model_version == sa.bindparam("version"))

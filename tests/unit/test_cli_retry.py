@@ -10,7 +10,7 @@ from batchjobs import Client
 from batchjobs.errors import UsageError
 from batchjobs.types import ShardId
 from tests.support.answers import answer, answer_all, failure
-from tests.support.batches import FOREVER
+from tests.support.batches import FOREVER, progress
 from tests.support.command_line import CommandLine, command_line
 
 if TYPE_CHECKING:
@@ -182,3 +182,18 @@ def test_the_client_warns_without_redis(command_line: CommandLine) -> None:
     command_line.queue.broken = True
     with Client() as client, pytest.warns(UserWarning, match="set back, but not queued yet"):
         assert client.batch(batch_id).retry_failed().requests == 1
+
+
+def test_show_tells_how_far_a_request_is(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a long one", "n": 2, "temperature": 1}, {"prompt": "another"})
+    store = command_line.store()
+    (lease,) = store.claim([ShardId(batch, 0)], "w1", FOREVER)
+    store.save_checkpoints([(lease, 0, (progress(2), progress(3, choice=1)))], "v1")
+    store.close()
+    shown = command_line.out("show", f"{batch}/0").splitlines()
+    assert shown[-5:] == ["2 tokens so far of choice 0", " t0 t1", "", "3 tokens so far of choice 1", " t0 t1 t2"]
+    assert command_line.json("show", f"{batch}/0")["so_far"] == [
+        {"choice": 0, "tokens": 2, "text": " t0 t1"},
+        {"choice": 1, "tokens": 3, "text": " t0 t1 t2"},
+    ]
+    assert command_line.json("show", f"{batch}/1")["so_far"] == []
