@@ -222,6 +222,7 @@ def _figures(
         *kinds,
         f"{len(cluster.kills)} workers killed, {counts['worker processes']} started, "
         f"{counts['starts in an outage']} of them in an outage, in vain",
+        *([f"answers that differ by rounding alone: {seen['rounded']}"] if options.engine == "tiny" else []),
         f"tokens stored: {stored}; generated: at least {generated}, as far as workers that were killed had told",
         f"shards split because workers had died with them: {figures.splits(database)}",
         f"answers that went on from another worker's checkpoint: {figures.continued(database)}",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.rounding import Rounding
 from tests.support.stub_engine import expected_text
 
 _LENGTHS = 191
@@ -35,6 +36,8 @@ class Job:
     cancelled_requests: set[int] = field(default_factory=set)
     submitted_as: set[str] = field(default_factory=set)
     """The ids that its submissions gave; there may be one only."""
+    rounding: Rounding | None = None
+    """Of a real model: it may give another answer that is as right."""
 
     def write(self, folder: Path) -> Path:
         path = folder / f"{self.key}.jsonl"
@@ -72,6 +75,9 @@ def real_jobs(model: Path, requests: int, batches: int, seed: int, tokens: int) 
     lots = random.Random(seed)
     jobs = [_real_job(f"chaos-{number}", count, lots, tokens) for number, count in enumerate(_parts(requests, batches))]
     _answer(model, jobs)
+    rounding = Rounding(model)
+    for job in jobs:
+        job.rounding = rounding
     return jobs
 
 

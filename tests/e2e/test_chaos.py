@@ -13,10 +13,14 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from batchjobs.types import SamplingParams
 from tests.chaos.proxy import Network
+from tests.chaos.rounding import Rounding
 from tests.chaos.run import Options, run
 from tests.chaos.schedule import Kind, draw
+from tests.support.models import save_chat_model
 from tests.support.sql import PostgresServer
+from workers.engine import Engine, EngineConfig
 
 
 @pytest.fixture
@@ -83,3 +87,16 @@ def test_a_commit_is_cut_off_from_its_answer(network: Network, folder: Path, pos
     with psycopg.connect(behind) as connection:
         assert connection.execute("SELECT number FROM kept").fetchall() == [(1,)]
     postgres_server.drop_database(url)
+
+
+def test_rounding_forgives_no_wrong_token(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path)
+    line = {"prompt": "a tale", "max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": 5, "ignore_eos": True}
+    engine = Engine(str(model), EngineConfig(device="cpu", dtype="float32", num_blocks=64))
+    [answer] = engine.generate([line["prompt"]], SamplingParams.from_fields(line))
+    rounding = Rounding(model)
+    assert rounding.allows(line, 0, answer.token_ids)
+    for at in (0, 7, 23):
+        wrong = (*answer.token_ids[:at], (answer.token_ids[at] + 1) % engine.vocab_size, *answer.token_ids[at + 1 :])
+        assert not rounding.allows(line, 0, wrong)
+    assert not rounding.allows(line, 0, (*answer.token_ids, 5))
