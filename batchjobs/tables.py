@@ -26,6 +26,7 @@ from sqlalchemy import (
     Table,
     TableClause,
     Text,
+    TextClause,
     TypeDecorator,
     UniqueConstraint,
     column,
@@ -78,6 +79,55 @@ def _counter(name: str, comment: str, kind: type[Integer] = Integer) -> Column[i
     return Column(name, kind, nullable=False, server_default=text("0"), comment=comment)
 
 
+def _key_of_a_choice() -> list[Column[Any]]:
+    return [
+        Column("batch_id", Text, primary_key=True, comment="The batch"),
+        Column("index", BigInteger, primary_key=True, autoincrement=False, comment="The request"),
+        Column("choice", Integer, primary_key=True, autoincrement=False, comment="0, and up to n - 1 where n > 1"),
+    ]
+
+
+def _answer() -> list[Column[Any]]:
+    """What there is of the answer, and who made it when."""
+    return [
+        Column("finish_reason", Text, nullable=False, comment="stop, length, cancelled or error"),
+        Column("model", Text, comment="Model that answered"),
+        Column("model_version", Text, comment="Its version, see model_versions"),
+        Column("prompt_tokens", Integer, nullable=False, comment="Length of the prompt"),
+        Column("completion_tokens", Integer, nullable=False, comment="Tokens generated: the length of the arrays"),
+        Column(
+            "cached_tokens", Integer, nullable=False, comment="Prompt tokens whose keys and values were already there"
+        ),
+        Column("token_ids", JSON, nullable=False, comment="Id of each token"),
+        Column("tokens", JSON, nullable=False, comment="Text of each token, or its bytes where they are not UTF-8"),
+        Column("logprobs", JSON, nullable=False, comment="Natural logarithm of the probability of each token"),
+        Column("top_logprobs", JSON, comment="For each token the likeliest ones: [token_id, logprob, token]"),
+        Column("token_times", JSON, nullable=False, comment="Seconds from started_at to each token"),
+        Column("created_at", Instant, nullable=False, comment="When the submission of its batch began"),
+        Column("started_at", Instant, comment="When a worker took the request up"),
+        Column("first_token_at", Instant, comment="When the first token was there"),
+        Column("finished_at", Instant, comment="When the request ended"),
+        Column("worker", Text, comment="Worker that answered, see workers"),
+    ]
+
+
+def _error_and_scores() -> list[Column[Any]]:
+    """What some requests alone have: an error, or the scores of their prompts."""
+    return [
+        Column("error", JSON, comment="Why the request failed: an object with code and message"),
+        Column(
+            "prompt_logprobs",
+            JSON,
+            comment="With choice 0 where asked for: token_ids, tokens, logprobs and top_logprobs of the prompt",
+        ),
+    ]
+
+
+def _index_where(name: str, condition: TextClause, *columns: Column[Any], unique: bool = False) -> None:
+    """A partial index, on both databases."""
+    Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
+
+
 batches = Table(
     "batches",
     metadata,
@@ -119,13 +169,12 @@ requests = Table(
 )
 
 # Refused lines stay out, so that the second use of a custom_id can be kept beside the first as a failed request.
-Index(
+_index_where(
     "uq_requests_batch_id_custom_id",
+    text("NOT rejected"),
     requests.c.batch_id,
     requests.c.custom_id,
     unique=True,
-    sqlite_where=text("NOT rejected"),
-    postgresql_where=text("NOT rejected"),
 )
 
 shards = Table(
@@ -160,92 +209,35 @@ shards = Table(
 )
 
 _UNFINISHED = text("state <> 'done'")
-Index(
-    "ix_shards_unfinished",
-    shards.c.batch_id,
-    shards.c.shard_no,
-    sqlite_where=_UNFINISHED,
-    postgresql_where=_UNFINISHED,
-)
+_index_where("ix_shards_unfinished", _UNFINISHED, shards.c.batch_id, shards.c.shard_no)
 
 # Where a shard was replaced by one shard a request, that of a request is found by its index.
 _SINGLE = text("requests = 1")
-Index(
-    "ix_shards_single",
-    shards.c.batch_id,
-    shards.c.first_index,
-    sqlite_where=_SINGLE,
-    postgresql_where=_SINGLE,
-)
+_index_where("ix_shards_single", _SINGLE, shards.c.batch_id, shards.c.first_index)
 
 completions = Table(
     "completions",
     metadata,
-    Column("batch_id", Text, primary_key=True, comment="The batch"),
-    Column("index", BigInteger, primary_key=True, autoincrement=False, comment="The request"),
-    Column("choice", Integer, primary_key=True, autoincrement=False, comment="0, and up to n - 1 where n > 1"),
+    *_key_of_a_choice(),
     Column("status", Text, nullable=False, comment="completed, failed, cancelled or expired"),
     Column("text", Text, nullable=False, comment="The answer; U+FFFD stands for NUL"),
-    Column("finish_reason", Text, nullable=False, comment="stop, length, cancelled or error"),
-    Column("model", Text, comment="Model that answered"),
-    Column("model_version", Text, comment="Its version, see model_versions"),
-    Column("prompt_tokens", Integer, nullable=False, comment="Length of the prompt"),
-    Column("completion_tokens", Integer, nullable=False, comment="Tokens generated: the length of the arrays"),
-    Column("cached_tokens", Integer, nullable=False, comment="Prompt tokens whose keys and values were already there"),
-    Column("token_ids", JSON, nullable=False, comment="Id of each token"),
-    Column("tokens", JSON, nullable=False, comment="Text of each token, or its bytes where they are not UTF-8"),
-    Column("logprobs", JSON, nullable=False, comment="Natural logarithm of the probability of each token"),
-    Column("top_logprobs", JSON, comment="For each token the likeliest ones: [token_id, logprob, token]"),
-    Column("token_times", JSON, nullable=False, comment="Seconds from started_at to each token"),
-    Column("created_at", Instant, nullable=False, comment="When the submission of its batch began"),
-    Column("started_at", Instant, comment="When a worker took the request up"),
-    Column("first_token_at", Instant, comment="When the first token was there"),
-    Column("finished_at", Instant, comment="When the request ended"),
-    Column("worker", Text, comment="Worker that answered, see workers"),
+    *_answer(),
     Column("attempt", Integer, nullable=False, comment="Claim of the shard that led to the outcome; 0: none did"),
-    Column("error", JSON, comment="Why the request failed: an object with code and message"),
-    Column(
-        "prompt_logprobs",
-        JSON,
-        comment="With choice 0 where asked for: token_ids, tokens, logprobs and top_logprobs of the prompt",
-    ),
+    *_error_and_scores(),
     ForeignKeyConstraint(["batch_id", "index"], ["requests.batch_id", "requests.index"]),
     comment="One row a finished request and choice; inserted once, never changed",
 )
 
 _FAILED = text("status = 'failed'")
-Index(
-    "ix_completions_failed",
-    completions.c.batch_id,
-    completions.c.index,
-    sqlite_where=_FAILED,
-    postgresql_where=_FAILED,
-)
+_index_where("ix_completions_failed", _FAILED, completions.c.batch_id, completions.c.index)
 
 past_completions = Table(
     "past_completions",
     metadata,
-    Column("batch_id", Text, primary_key=True, comment="The batch"),
-    Column("index", BigInteger, primary_key=True, autoincrement=False, comment="The request"),
-    Column("choice", Integer, primary_key=True, autoincrement=False, comment="0, and up to n - 1 where n > 1"),
+    *_key_of_a_choice(),
     Column("status", Text, nullable=False, comment="failed; a choice beside a failed one may have completed"),
     Column("text", Text, nullable=False, comment="What there was of the answer; U+FFFD stands for NUL"),
-    Column("finish_reason", Text, nullable=False, comment="stop, length, cancelled or error"),
-    Column("model", Text, comment="Model that answered"),
-    Column("model_version", Text, comment="Its version, see model_versions"),
-    Column("prompt_tokens", Integer, nullable=False, comment="Length of the prompt"),
-    Column("completion_tokens", Integer, nullable=False, comment="Tokens generated: the length of the arrays"),
-    Column("cached_tokens", Integer, nullable=False, comment="Prompt tokens whose keys and values were already there"),
-    Column("token_ids", JSON, nullable=False, comment="Id of each token"),
-    Column("tokens", JSON, nullable=False, comment="Text of each token, or its bytes where they are not UTF-8"),
-    Column("logprobs", JSON, nullable=False, comment="Natural logarithm of the probability of each token"),
-    Column("top_logprobs", JSON, comment="For each token the likeliest ones: [token_id, logprob, token]"),
-    Column("token_times", JSON, nullable=False, comment="Seconds from started_at to each token"),
-    Column("created_at", Instant, nullable=False, comment="When the submission of its batch began"),
-    Column("started_at", Instant, comment="When a worker took the request up"),
-    Column("first_token_at", Instant, comment="When the first token was there"),
-    Column("finished_at", Instant, comment="When the request ended"),
-    Column("worker", Text, comment="Worker that answered, see workers"),
+    *_answer(),
     Column(
         "attempt",
         Integer,
@@ -253,12 +245,7 @@ past_completions = Table(
         autoincrement=False,
         comment="Claim of the shard that led to the outcome",
     ),
-    Column("error", JSON, comment="Why the request failed: an object with code and message"),
-    Column(
-        "prompt_logprobs",
-        JSON,
-        comment="With choice 0 where asked for: token_ids, tokens, logprobs and top_logprobs of the prompt",
-    ),
+    *_error_and_scores(),
     Column("retried_at", Instant, nullable=False, comment="When the request was set back to run again"),
     ForeignKeyConstraint(["batch_id", "index"], ["requests.batch_id", "requests.index"]),
     comment="One row a choice of a request that failed and was run again; moved here from completions",
@@ -267,9 +254,7 @@ past_completions = Table(
 checkpoints = Table(
     "checkpoints",
     metadata,
-    Column("batch_id", Text, primary_key=True, comment="The batch"),
-    Column("index", BigInteger, primary_key=True, autoincrement=False, comment="The request"),
-    Column("choice", Integer, primary_key=True, autoincrement=False, comment="0, and up to n - 1 where n > 1"),
+    *_key_of_a_choice(),
     Column("fence", BigInteger, nullable=False, comment="Fence of the lease under which it was written"),
     Column("token_ids", JSON, nullable=False, comment="Id of each token so far"),
     Column("tokens", JSON, nullable=False, comment="Text of each token so far"),

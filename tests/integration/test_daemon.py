@@ -22,85 +22,32 @@ from batchjobs.connections import connect_queue, connect_store
 from batchjobs.errors import UsageError
 from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
-from batchjobs.types import BatchStatus, Completion, Priority, Request, RequestStatus, ShardId
-from tests.support.batches import create, request, submit
+from batchjobs.types import BatchStatus, Priority, RequestStatus, ShardId
+from tests.support.batches import request, submit
+from tests.support.running import (
+    attempts,
+    completions,
+    enqueue,
+    is_complete,
+    open_batch,
+    postgresql,
+    queue,
+    settings,
+    sqlite,
+    start,
+)
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
 from tests.support.workers import ProcessWorker, ThreadWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from batchjobs.store import Store
     from tests.support.redis import RedisServer
     from tests.support.sql import PostgresServer
 
-
-@pytest.fixture
-def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
-    return load_settings(
-        home=tmp_path,
-        database_url=database_url,
-        redis_url=redis_url,
-        lease_seconds=2,
-        heartbeat_seconds=0.3,
-        max_requests_per_batch=8,
-    )
-
-
-@pytest.fixture
-def queue(redis_url: str) -> Iterator[JobQueue]:
-    queue = JobQueue(redis_url)
-    yield queue
-    queue.close()
-
-
-@pytest.fixture
-def start(settings: Settings, store: Store, queue: JobQueue) -> Iterator[Callable[..., ThreadWorker]]:
-    """Starts a worker in a thread; those that still run at the end of the test are stopped."""
-    started: list[ThreadWorker] = []
-
-    def start(name: str = "w1", **options: Any) -> ThreadWorker:
-        started.append(ThreadWorker(settings, store, queue, name, **options))
-        return started[-1]
-
-    yield start
-    for worker in started:
-        if worker.exit_code is None:
-            worker.stop()
-
-
-sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-postgresql = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-
-
-def open_batch(store: Store, *requests: Request, shard_size: int = 4) -> str:
-    batch_id = create(store, shard_size=shard_size)
-    store.add_requests(batch_id, requests)
-    store.open_batch(batch_id)
-    return batch_id
-
-
-def enqueue(store: Store, queue: JobQueue) -> int:
-    return queue.enqueue(store.claimable(1000))
-
-
-def completions(store: Store, batch_id: str) -> list[Completion]:
-    """Every completion of the batch, straight from the table: none twice, in input order."""
-    _, rows = store.select(
-        f'SELECT "index", count(*) FROM completions WHERE batch_id = \'{batch_id}\' GROUP BY "index"', 10_000
-    )
-    assert all(count == 1 for _, count in rows)
-    return [result.completion for result in store.results(batch_id) if result.completion is not None]
-
-
-def is_complete(store: Store, batch_id: str) -> bool:
-    return store.batch(batch_id).status.is_final
-
-
-def attempts(store: Store, batch_id: str) -> list[int]:
-    _, rows = store.select(f"SELECT attempts FROM shards WHERE batch_id = '{batch_id}' ORDER BY shard_no", 1000)
-    return [row[0] for row in rows]
+__all__ = ["queue", "settings", "start"]
 
 
 def states(store: Store, batch_id: str) -> Counter[str]:

@@ -13,18 +13,18 @@ from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
 from batchjobs.types import RequestStatus
 from tests.support.batches import create, request, select
+from tests.support.running import queue, sqlite, start
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
 from tests.support.workers import ProcessWorker, ThreadWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from batchjobs.store import Store
 
-sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-postgresql = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+__all__ = ["queue", "start"]
 
 LONG = 400
 """Tokens of a long answer."""
@@ -41,27 +41,6 @@ def settings(tmp_path: Path, database_url: str, redis_url: str) -> Settings:
         checkpoint_seconds=0.1,
         max_requests_per_batch=8,
     )
-
-
-@pytest.fixture
-def queue(redis_url: str) -> Iterator[JobQueue]:
-    queue = JobQueue(redis_url)
-    yield queue
-    queue.close()
-
-
-@pytest.fixture
-def start(settings: Settings, store: Store, queue: JobQueue) -> Iterator[Callable[..., ThreadWorker]]:
-    started: list[ThreadWorker] = []
-
-    def start(name: str = "w1", **options: Any) -> ThreadWorker:
-        started.append(ThreadWorker(settings, store, queue, name, **options))
-        return started[-1]
-
-    yield start
-    for worker in started:
-        if worker.exit_code is None:
-            worker.stop()
 
 
 def submit_long(store: Store, queue: JobQueue, count: int = 1, **body: Any) -> str:

@@ -21,6 +21,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.reconcile import reconcile
 from batchjobs.settings import Settings, load_settings
 from tests.support.batches import request, select, submit
+from tests.support.running import postgresql, sqlite
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
 from tests.support.workers import ThreadWorker
@@ -38,9 +39,6 @@ WORK_POINTS = sorted(POINTS.keys() - {*SUBMIT_POINTS, *END_POINTS})
 
 IN_SQL = ["inside_record", "after_commit_before_ack", "after_claim"]
 """Where it matters what the database does with a connection that is gone."""
-
-sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-postgresql = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 
 
 @pytest.fixture
