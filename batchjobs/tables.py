@@ -87,6 +87,11 @@ def _key_of_a_choice() -> list[Column[Any]]:
     ]
 
 
+def _version_spans() -> Column[Any]:
+    about = "Who drew which tokens: objects with version, from_token, worker and attempt; NULL without a token"
+    return Column("version_spans", JSON, comment=about)
+
+
 def _answer() -> list[Column[Any]]:
     """What there is of the answer, and who made it when."""
     return [
@@ -112,7 +117,7 @@ def _answer() -> list[Column[Any]]:
 
 
 def _error_and_scores() -> list[Column[Any]]:
-    """What some requests alone have: an error, or the scores of their prompts."""
+    """What some requests alone have: an error, the scores of their prompts, tokens."""
     return [
         Column("error", JSON, comment="Why the request failed: an object with code and message"),
         Column(
@@ -120,6 +125,7 @@ def _error_and_scores() -> list[Column[Any]]:
             JSON,
             comment="With choice 0 where asked for: token_ids, tokens, logprobs and top_logprobs of the prompt",
         ),
+        _version_spans(),
     ]
 
 
@@ -151,6 +157,15 @@ batches = Table(
         server_default=text("'1970-01-01T00:00:00.000000Z'"),
         comment="When requests last arrived",
     ),
+    Column("paused_by", Text, comment="Who paused it, as user@host"),
+    Column("pause_reason", Text, comment="Why it was paused"),
+    Column(
+        "pause_release",
+        Boolean,
+        nullable=False,
+        server_default=false(),
+        comment="The pause gives back what was running, instead of keeping its place",
+    ),
     UniqueConstraint("key"),
     comment="One row a submission: a file, a stream or a list of requests",
 )
@@ -165,6 +180,7 @@ requests = Table(
     Column("body", JSON, nullable=False, comment="prompt or messages, and the sampling fields"),
     Column("shard_no", Integer, nullable=False, comment="The shard that the request was put into"),
     Column("rejected", Boolean, nullable=False, server_default=false(), comment="The line was refused and never runs"),
+    Column("model_version", Text, comment="The only version of a model that may answer it; NULL takes any"),
     comment="One row an input line; inserted once, never changed",
 )
 
@@ -176,6 +192,10 @@ _index_where(
     requests.c.custom_id,
     unique=True,
 )
+
+# Whoever opens a batch finds those few, or none, without a look at the others.
+_PINNED = text("model_version IS NOT NULL")
+_index_where("ix_requests_pinned", _PINNED, requests.c.batch_id, requests.c.index, requests.c.model_version)
 
 shards = Table(
     "shards",
@@ -205,6 +225,7 @@ shards = Table(
     Column("started_at", Instant, comment="When a worker first claimed it"),
     Column("finished_at", Instant, comment="When its last outcome was stored"),
     _counter("forgiven", "Attempts before the last retry, which count no more"),
+    Column("model_version", Text, comment="The only version of a model that may answer its requests; NULL takes any"),
     comment="One row a slice of a batch: the unit of the queue, with its lease and its counts",
 )
 
@@ -270,6 +291,8 @@ checkpoints = Table(
         server_default=text("''"),
         comment="Version of the model that got so far, see model_versions",
     ),
+    _version_spans(),
+    _counter("completion_tokens", "Tokens so far: the length of the arrays"),
     ForeignKeyConstraint(["batch_id", "index"], ["requests.batch_id", "requests.index"]),
     comment="Progress of unfinished requests, from which another worker can go on",
 )
@@ -300,6 +323,13 @@ workers = Table(
         comment="Last sign of life in seconds since 1970 by the clock of the database",
     ),
     Column("stopped_at", Instant, comment="When it ended in good order; NULL while it lives or after a crash"),
+    Column(
+        "serves",
+        JSON,
+        nullable=False,
+        server_default=text("'[]'"),
+        comment="Names of models that batches may ask it for",
+    ),
     comment="One row a worker, living or gone",
 )
 
@@ -307,16 +337,38 @@ commands = Table(
     "commands",
     metadata,
     Column("id", Text, primary_key=True, comment="ULID; sorts by time of creation"),
-    Column("kind", Text, nullable=False, comment="pause, resume, update_model, drain or cancel_request"),
-    Column("worker", Text, comment="Worker that is meant; NULL means all"),
+    Column("kind", Text, nullable=False, comment="update_model, drain or cancel_request"),
+    Column("worker", Text, comment="Worker that is meant; NULL means whoever holds the request"),
     Column("batch_id", Text, comment="Batch of the request to cancel"),
     Column("index", BigInteger, comment="Request to cancel"),
     Column("arguments", JSON, comment="Further details"),
     Column("created_at", Instant, nullable=False, comment="When it was given"),
-    Column("finished_at", Instant, comment="When it was carried out"),
+    Column("finished_at", Instant, comment="When it was carried out, or given up"),
     Column("error", Text, comment="Why it could not be carried out"),
+    Column("given_by", Text, comment="Who gave it, as user@host"),
+    Column("started_at", Instant, comment="When its worker began with it"),
+    Column("result", JSON, comment="What came of it, once it was carried out"),
     UniqueConstraint("kind", "batch_id", "index"),
     comment="Orders to workers, which look for them every second or two",
+)
+
+_OPEN = text("worker IS NOT NULL AND finished_at IS NULL")
+_index_where("ix_commands_open", _OPEN, commands.c.worker)
+
+worker_pauses = Table(
+    "worker_pauses",
+    metadata,
+    Column("worker", Text, primary_key=True, comment="Name of the worker, registered or not; * means all"),
+    Column("paused_at", Instant, nullable=False, comment="When it was paused"),
+    Column("paused_by", Text, nullable=False, comment="Who paused it, as user@host"),
+    Column("reason", Text, comment="Why it was paused"),
+    Column(
+        "release",
+        Boolean,
+        nullable=False,
+        comment="The pause gives back what was running, instead of keeping its place",
+    ),
+    comment="Workers that shall make no token until they are resumed; kept whatever is restarted",
 )
 
 model_versions = Table(
@@ -332,12 +384,15 @@ model_versions = Table(
 )
 
 
-def _view(name: str, texts: str, integers: str = "", doubles: str = "", instants: str = "") -> TableClause:
+def _view(
+    name: str, texts: str, integers: str = "", doubles: str = "", instants: str = "", booleans: str = ""
+) -> TableClause:
     kinds: list[tuple[str, TypeEngine[Any]]] = [
         (texts, Text()),
         (integers, BigInteger()),
         (doubles, Double()),
         (instants, Instant()),
+        (booleans, Boolean()),
     ]
     return table(name, *(column(each, kind) for names, kind in kinds for each in names.split()))
 
@@ -358,9 +413,15 @@ completion_tokens = _view(
 )
 batch_progress = _view(
     "batch_progress",
-    texts="batch_id name key model queue status",
+    texts="batch_id name key model queue status paused_by pause_reason",
     integers="total queued running completed failed cancelled expired prompt_tokens completion_tokens"
-    " shard_size shards shards_ready shards_leased shards_done",
+    " tokens_in_progress shard_size shards shards_ready shards_leased shards_done",
     instants="created_at submitted_at paused_at cancel_requested_at started_at finished_at",
+    booleans="pause_release",
 )
-VIEWS = (results, completion_tokens, batch_progress)
+completion_versions = _view(
+    "completion_versions",
+    texts="batch_id version worker",
+    integers="index choice span attempt from_token tokens",
+)
+VIEWS = (results, completion_tokens, batch_progress, completion_versions)

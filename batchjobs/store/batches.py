@@ -19,7 +19,8 @@ from batchjobs.store.bulk import ConflictError, insert_if_new, insert_rows
 from batchjobs.store.cancelling import close_free_shards
 from batchjobs.store.errors import DuplicateCustomId
 from batchjobs.store.locks import locked_batch
-from batchjobs.store.part import Part, known, plain
+from batchjobs.store.part import Part, plain
+from batchjobs.store.pins import pin_shards
 from batchjobs.store.rows import completion_row, refused_completion, refused_request, request_row
 from batchjobs.tables import batches, completions, instant_text, requests, shards
 
@@ -155,6 +156,7 @@ class BatchPart(Part):
             batch = locked_batch(connection, batch_id)
             if batch.submitted_at is None:
                 _create_shards(connection, batch_id, batch.shard_size)
+                pin_shards(connection, batch_id, batch.shard_size)
                 opened = sa.update(batches).where(batches.c.id == batch_id).values(submitted_at=database_instant())
                 connection.execute(opened)
                 if batch.cancel_requested_at is not None:
@@ -206,19 +208,6 @@ class BatchPart(Part):
                 if not _delete_some(connection, batch_id):
                     connection.execute(sa.delete(batches).where(batches.c.id == batch_id))
                     return True
-
-    def pause_batch(self, batch_id: str) -> None:
-        """No shard of the batch can be claimed until it is resumed. Leases that are held stay."""
-        self._set_paused_at(batch_id, sa.func.coalesce(batches.c.paused_at, database_instant()))
-
-    def resume_batch(self, batch_id: str) -> None:
-        self._set_paused_at(batch_id, None)
-
-    def _set_paused_at(self, batch_id: str, value: Any) -> None:
-        with self._database.writing() as connection:
-            paused = sa.update(batches).where(batches.c.id == known("batch", batch_id)).values(paused_at=value)
-            if not connection.execute(paused).rowcount:
-                raise NotFound(f"no batch {batch_id!r}")
 
 
 def _storable_json(defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,16 +18,17 @@ from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, OUTCOMES, free_a
 from batchjobs.store.locks import locked_batch, named
 from batchjobs.store.part import Part, known
 from batchjobs.store.partial import Ending, end_begun
+from batchjobs.store.pauses import NOT_PAUSED
 from batchjobs.store.progress import read_progress
 from batchjobs.tables import batches, commands, completions, requests, shards
 from batchjobs.types import FinishReason, RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Iterable
 
     from sqlalchemy.engine import Connection, Row
 
-    from batchjobs.types import Counts, Lease
+    from batchjobs.types import Counts, ShardId
 
 CANCEL_REQUEST = "cancel_request"
 
@@ -35,6 +36,8 @@ CANCEL_REQUEST = "cancel_request"
 class CancelPart(Part):
     def cancel_batch(self, batch_id: str) -> Counts:
         """Asks for the cancellation of a batch, and cancels what nobody holds. Again, or after its end: no change.
+
+        A pause is lifted, because workers shall end what they hold.
 
         Returns:
             The counts right after; requests that workers still hold are among them as running.
@@ -46,7 +49,7 @@ class CancelPart(Part):
                 sa.update(batches)
                 .where(batches.c.id == batch_id, batches.c.cancel_requested_at.is_(None))
                 .where(sa.or_(batches.c.submitted_at.is_(None), unfinished))
-                .values(cancel_requested_at=database_instant())
+                .values(cancel_requested_at=database_instant(), **NOT_PAUSED)
             )
             close_free_shards(connection, batch_id)
         with self._database.reading() as connection:
@@ -72,12 +75,6 @@ class CancelPart(Part):
                 swept += close_free_shards(connection, batch_id)
         return swept
 
-    def cancel_requested(self, batch_ids: Collection[str]) -> set[str]:
-        """Which of these batches somebody asked to cancel."""
-        query = sa.select(batches.c.id).where(batches.c.id.in_(batch_ids), batches.c.cancel_requested_at.is_not(None))
-        with self._database.reading() as connection:
-            return set(connection.execute(query).scalars())
-
     def cancel_request(self, batch_id: str, index: int) -> Counts:
         """Cancels one request: at once where nobody holds it, else by its worker. A finished one stays as it is.
 
@@ -89,14 +86,12 @@ class CancelPart(Part):
         with self._database.reading() as connection:
             return read_progress(connection, [batch_id])[0].counts
 
-    def cancelled_requests(self, leases: Collection[Lease]) -> set[tuple[str, int]]:
-        """(batch id, index) of the requests of these shards that somebody asked to cancel one by one."""
-        with self._database.reading() as connection:
-            return {
-                (row.batch_id, row.index_)
-                for parameters in named(lease.shard for lease in leases)
-                for row in connection.execute(_ASKED_FOR, parameters)
-            }
+
+def read_cancelled_requests(connection: Connection, wanted: Iterable[ShardId]) -> set[tuple[str, int]]:
+    """(batch id, index) of the requests of these shards that somebody asked to cancel one by one."""
+    return {
+        (row.batch_id, row.index_) for parameters in named(wanted) for row in connection.execute(_ASKED_FOR, parameters)
+    }
 
 
 def close_free_shards(connection: Connection, batch_id: str) -> int:

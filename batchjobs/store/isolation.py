@@ -1,13 +1,12 @@
 """Isolation: a request that kills its worker is parted from the others, and in the end given up.
 
 A shard that crashed SPLIT_AT times is replaced by one shard a request, so that each request crashes for itself. At
-ALONE_AT a request runs with nothing beside it, and at FAIL_AT it fails. Every request is in exactly one shard at any
-time: the old row goes and the new ones come in one transaction.
+ALONE_AT a request runs with nothing beside it, and at FAIL_AT it fails. See
+:mod:`batchjobs.store.splitting`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -23,7 +22,8 @@ from batchjobs.store.part import Part
 from batchjobs.store.partial import Ending, empty, end_begun
 from batchjobs.store.records import Isolated
 from batchjobs.store.rows import completion_row
-from batchjobs.tables import batches, commands, completions, instant_text, requests, shards
+from batchjobs.store.splitting import split
+from batchjobs.tables import batches, commands, completions, instant_text, shards
 from batchjobs.text import shortened
 from batchjobs.types import FinishReason, RequestError, RequestStatus, ShardId
 
@@ -79,52 +79,10 @@ class IsolationPart(Part):
                 return Isolated()
             rows = connection.execute(_LOCK, {"batch": batch_id, "numbers": list(numbers)}).all()
             several, singles = [row for row in rows if row.requests > 1], [row for row in rows if row.requests == 1]
-            _split(connection, batch_id, several)
+            split(connection, batch_id, several)
             for row in singles:
                 _give_up(connection, row, batch.created_at)
             return Isolated(split=len(several), failed=len(singles))
-
-
-def _split(connection: Connection, batch_id: str, rows: Sequence[Row[Any]]) -> None:
-    if not rows:
-        return
-    number = connection.execute(_LAST_NUMBER, {"batch": batch_id}).scalar_one() + 1
-    now = connection.execute(sa.select(database_instant())).scalar_one()
-    new: list[tuple[Any, ...]] = []
-    for row in rows:
-        singles = _singles(connection, row, number + len(new), now)
-        new += [tuple(single[column.name] for column in shards.columns) for single in singles]
-    connection.execute(_DELETE, {"batch": batch_id, "numbers": [row.shard_no for row in rows]})
-    insert_rows(connection, shards, new)
-
-
-def _singles(connection: Connection, row: Row[Any], number: int, now: datetime) -> list[dict[str, Any]]:
-    """One shard for each request of a locked one, numbered from ``number``, as rows."""
-    inside = {"batch": row.batch_id, "first": row.first_index, "last": row.last_index}
-    ended: Sequence[Any] = connection.execute(_OUTCOMES, inside).all()
-    outcomes: defaultdict[int, list[Row[Any]]] = defaultdict(list)
-    for outcome in ended:
-        outcomes[outcome.index_].append(outcome)
-    indexes = connection.execute(_INDEXES, inside).scalars().all()
-    carried = {**row._mapping, "lease_until": 0.0, "started_at": row.started_at and instant_text(row.started_at)}
-    return [
-        {**carried, "shard_no": number + place, "first_index": index, "last_index": index, "requests": 1}
-        | _counts(outcomes[index], now)
-        for place, index in enumerate(indexes)
-    ]
-
-
-def _counts(choices: Sequence[Row[Any]], now: datetime) -> dict[str, Any]:
-    """State and counts of a shard of one request with these outcomes, as :meth:`Store.record` counts them."""
-    counts: dict[str, Any] = {status.value: 0 for status in RequestStatus}
-    if not choices:
-        return counts | {"state": "ready", "prompt_tokens": 0, "completion_tokens": 0, "finished_at": None}
-    counts[RequestStatus.of_choices(RequestStatus(choice.status) for choice in choices).value] = 1
-    tokens = {
-        "prompt_tokens": choices[0].prompt_tokens,
-        "completion_tokens": sum(choice.completion_tokens for choice in choices),
-    }
-    return counts | tokens | {"state": "done", "finished_at": instant_text(choices[0].finished_at or now)}
 
 
 def _give_up(connection: Connection, row: Row[Any], created_at: datetime) -> None:
@@ -173,20 +131,6 @@ _LOCK = (
     .order_by(shards.c.shard_no)
     .with_for_update()
 )
-_LAST_NUMBER = sa.select(sa.func.max(shards.c.shard_no)).where(shards.c.batch_id == sa.bindparam("batch"))
-_INDEXES = sa.select(requests.c.index).where(in_range(requests)).order_by(requests.c.index)
-_OUTCOMES = (
-    sa.select(
-        completions.c.index.label("index_"),
-        completions.c.status,
-        completions.c.prompt_tokens,
-        completions.c.completion_tokens,
-        completions.c.finished_at,
-    )
-    .where(in_range(completions))
-    .order_by(completions.c.index, completions.c.choice)
-)
-_DELETE = sa.delete(shards).where(IS_NAMED)
 _CANCELLED = sa.select(commands.c.id).where(in_range(commands), commands.c.kind == CANCEL_REQUEST)
 _END = (
     sa.update(shards)

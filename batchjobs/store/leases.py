@@ -44,6 +44,7 @@ class LeasePart(Part):
         *,
         after: ShardId | None = None,
         models: Collection[str] | None = None,
+        version: str | None = None,
         begun: bool = False,
     ) -> list[tuple[ShardId, Priority]]:
         """Shards that a worker could claim now, those of the oldest batch first; from behind ``after`` where given.
@@ -51,46 +52,56 @@ class LeasePart(Part):
         Args:
             models: The names that the worker's model goes by: shards of batches that ask for another one are left out.
                 None leaves out none.
+            version: The version of that model: shards that are pinned to another one are left out. None leaves out
+                none.
             begun: Only those that some worker has held before.
         """
         start = after or ShardId("", -1)
         place = {"after_batch": start.batch_id, "after_shard": start.shard_no, "least_fence": int(begun)}
-        parameters = {"limit": limit, **place, **_served(models)}
+        parameters = {"limit": limit, **place, **_served(models, version)}
         with self._database.reading() as connection:
             rows = connection.execute(_CLAIMABLE, parameters)
             return [(ShardId(row.batch_id, row.shard_no), Priority(row.queue)) for row in rows]
 
-    def claimable_count(self, models: Collection[str] | None = None) -> int:
+    def claimable_count(self, models: Collection[str] | None = None, version: str | None = None) -> int:
         """How many shards a worker with such a model (or with any) could claim now."""
         with self._database.reading() as connection:
-            return connection.execute(_CLAIMABLE_COUNT, _served(models)).scalar_one()
+            return connection.execute(_CLAIMABLE_COUNT, _served(models, version)).scalar_one()
 
-    def holders(self, models: Collection[str] | None = None) -> dict[str, float]:
+    def holders(self, models: Collection[str] | None = None, version: str | None = None) -> dict[str, float]:
         """Workers under whose name unfinished shards are leased that such a model (or any) could go on with, each with
         the earliest end of these leases: seconds since 1970 by the database's clock. One that lives puts it off."""
         with self._database.reading() as connection:
-            return {row.owner: row.until for row in connection.execute(_HOLDERS, _served(models))}
+            return {row.owner: row.until for row in connection.execute(_HOLDERS, _served(models, version))}
 
-    def for_other_models(self, wanted: Collection[ShardId], models: Collection[str]) -> set[ShardId]:
-        """Which of these shards are unfinished and of batches that ask for none of these models."""
+    def for_other_models(
+        self, wanted: Collection[ShardId], models: Collection[str] | None, version: str | None = None
+    ) -> set[ShardId]:
+        """Which of these shards are unfinished and not for such a model: of batches that ask for none of these names,
+        or pinned to another version."""
         with self._database.reading() as connection:
             return {
                 ShardId(row.batch_id, row.shard_no)
                 for parameters in named(wanted)
-                for row in connection.execute(_FOR_OTHERS, {**parameters, **_served(models)})
+                for row in connection.execute(_FOR_OTHERS, {**parameters, **_served(models, version)})
             }
 
     def claim(
-        self, wanted: Sequence[ShardId], worker: str, ttl_seconds: float, models: Collection[str] | None = None
+        self,
+        wanted: Sequence[ShardId],
+        worker: str,
+        ttl_seconds: float,
+        models: Collection[str] | None = None,
+        version: str | None = None,
     ) -> list[Lease]:
         """Leases those of the shards that are claimable with such a model (see :meth:`claimable`); of several workers
         that try at once, one gets each shard. A request whose workers died too often comes as ``alone``."""
         if not wanted:
             return []
-        terms = {"worker": worker, "ttl": ttl_seconds, **_served(models)}
+        terms = {"worker": worker, "ttl": ttl_seconds, **_served(models, version)}
         with self._database.writing() as connection:
             leases = [
-                Lease(ShardId(row.batch_id, row.shard_no), row.fence, row.attempts, alone=_must_be_alone(row))
+                _lease(row)
                 for parameters in named(wanted)
                 for row in connection.execute(_CLAIM, {**parameters, **terms})
             ]
@@ -130,14 +141,21 @@ def limits_of(connection: Connection, shard: ShardId) -> dict[str, Any] | None:
     return {"batch": shard.batch_id, "first": limits.first_index, "last": limits.last_index}
 
 
+def _lease(claimed: Row[Any]) -> Lease:
+    shard = ShardId(claimed.batch_id, claimed.shard_no)
+    is_alone = _must_be_alone(claimed)
+    return Lease(shard, claimed.fence, claimed.attempts, alone=is_alone, model_version=claimed.model_version)
+
+
 def _must_be_alone(claimed: Row[Any]) -> bool:
     crashes_before: int = claimed.attempts - 1 - claimed.forgiven
     return bool(claimed.requests == 1 and crashes_before >= ALONE_AT)
 
 
-def _served(models: Collection[str] | None) -> dict[str, Any]:
+def _served(models: Collection[str] | None, version: str | None) -> dict[str, Any]:
     """Parameters for _IS_SERVED."""
-    return {"any_model": models is None, "models": sorted(models or ())}
+    by_name = {"any_model": models is None, "models": sorted(models or ())}
+    return by_name | {"any_version": version is None, "version": version or ""}
 
 
 def _still_held(connection: Connection, leases: Collection[Lease]) -> set[ShardId]:
@@ -156,10 +174,17 @@ _IS_CLAIMABLE = (
     batches.c.cancel_requested_at.is_(None),
     batches.c.paused_at.is_(None),
 )
-_IS_SERVED = sa.or_(
-    sa.bindparam("any_model", type_=sa.Boolean),
-    batches.c.model.is_(None),
-    batches.c.model.in_(sa.bindparam("models", expanding=True, type_=sa.Text)),
+_IS_SERVED = sa.and_(
+    sa.or_(
+        sa.bindparam("any_model", type_=sa.Boolean),
+        batches.c.model.is_(None),
+        batches.c.model.in_(sa.bindparam("models", expanding=True, type_=sa.Text)),
+    ),
+    sa.or_(
+        sa.bindparam("any_version", type_=sa.Boolean),
+        shards.c.model_version.is_(None),
+        shards.c.model_version == sa.bindparam("version", type_=sa.Text),
+    ),
 )
 _HOLDERS = (
     sa.select(shards.c.owner, sa.func.min(shards.c.lease_until).label("until"))
@@ -199,6 +224,7 @@ _FREE = (
     .with_for_update(of=shards, skip_locked=True)
     .cte("free")
 )
+_OF_A_LEASE = ("batch_id", "shard_no", "fence", "attempts", "forgiven", "requests", "model_version")
 _CLAIM = (
     sa.update(shards)
     .where(shards.c.batch_id == sa.bindparam("batch"), shards.c.shard_no.in_(sa.select(_FREE.c.shard_no)))
@@ -211,7 +237,7 @@ _CLAIM = (
         started_at=sa.func.coalesce(shards.c.started_at, database_instant()),
     )
     .returning(
-        *(shards.c[name] for name in ("batch_id", "shard_no", "fence", "attempts", "forgiven", "requests")),
+        *(shards.c[name] for name in _OF_A_LEASE),
     )
 )
 _RENEW = sa.update(shards).where(IS_NAMED).values(lease_until=database_seconds() + sa.bindparam("ttl", type_=sa.Double))

@@ -20,7 +20,7 @@ from batchjobs.clock import database_instant
 from batchjobs.echo import following, prompt_text
 from batchjobs.store.bulk import insert_rows, run_each
 from batchjobs.store.conditions import in_range, runs
-from batchjobs.store.rows import CHECKPOINT_COLUMNS, completion_row, progress_of
+from batchjobs.store.rows import CHECKPOINT_COLUMNS, completion_row, progress_of, version_spans_of
 from batchjobs.tables import batches, checkpoints, completions, instant_text, model_versions, requests, shards
 from batchjobs.types import Completion, FinishReason, RequestStatus
 
@@ -71,10 +71,11 @@ def end_begun(connection: Connection, batch_id: str, shard_no: int, first: int, 
     if not found:
         return 0
     [times] = connection.execute(_TIMES, inside)
+    names = {row.version: row.name for row in connection.execute(_NAMES, {"versions": sorted({*map(_version, found)})})}
     outcomes = [
         outcome
         for _, choices in groupby(found, key=attrgetter("index_"))
-        for outcome in _outcomes(list(choices), ending, times.now)
+        for outcome in _outcomes(list(choices), ending, times.now, names)
     ]
     created_at = instant_text(times.created_at)
     insert_rows(connection, completions, [completion_row(batch_id, outcome, created_at) for outcome in outcomes])
@@ -98,18 +99,19 @@ def empty(index: int, ending: Ending, finished_at: datetime, choice: int = 0) ->
     )
 
 
-def _outcomes(rows: list[Row[Any]], ending: Ending, now: datetime) -> list[Completion]:
+def _outcomes(rows: list[Row[Any]], ending: Ending, now: datetime, names: dict[str, str]) -> list[Completion]:
     """Of one request. Choices that were not begun stand between the others without a token."""
     begun = {row.choice: row for row in rows}
     index = rows[0].index_
     return [
-        _outcome(begun[choice], ending, now) if choice in begun else empty(index, ending, now, choice)
+        _outcome(begun[choice], ending, now, names) if choice in begun else empty(index, ending, now, choice)
         for choice in range(max(begun) + 1)
     ]
 
 
-def _outcome(row: Row[Any], ending: Ending, now: datetime) -> Completion:
+def _outcome(row: Row[Any], ending: Ending, now: datetime, names: dict[str, str]) -> Completion:
     progress = progress_of(row)
+    version = _version(row)
     times = progress.token_times
     return Completion(
         index=row.index_,
@@ -122,8 +124,9 @@ def _outcome(row: Row[Any], ending: Ending, now: datetime) -> Completion:
         logprobs=progress.logprobs,
         token_times=times,
         top_logprobs=progress.top_logprobs,
-        model=row.model,
-        model_version=row.model_version,
+        model=names.get(version),
+        model_version=version,
+        version_spans=progress.version_spans,
         worker=ending.worker,
         attempt=ending.attempt,
         started_at=progress.started_at,
@@ -131,6 +134,12 @@ def _outcome(row: Row[Any], ending: Ending, now: datetime) -> Completion:
         finished_at=now,
         error=ending.error,
     )
+
+
+def _version(row: Row[Any]) -> str:
+    """That which drew the last token; the one that can go on may be another."""
+    spans = version_spans_of(row)
+    return spans[-1].version if spans else str(row.model_version)
 
 
 def _text(progress: Progress, body: dict[str, Any], ending: Ending) -> str:
@@ -157,14 +166,11 @@ _BODY = (
     .correlate(checkpoints)
     .scalar_subquery()
 )
-_MODEL = (
-    sa.select(model_versions.c.name)
-    .where(model_versions.c.version == checkpoints.c.model_version)
-    .correlate(checkpoints)
-    .scalar_subquery()
+_NAMES = sa.select(model_versions.c.version, model_versions.c.name).where(
+    model_versions.c.version.in_(sa.bindparam("versions", expanding=True))
 )
 _BEGUN = (
-    sa.select(*CHECKPOINT_COLUMNS, _BODY.label("body"), _MODEL.label("model"))
+    sa.select(*CHECKPOINT_COLUMNS, _BODY.label("body"))
     .where(in_range(checkpoints), _OUTCOME.is_(None))
     .order_by(checkpoints.c.index, checkpoints.c.choice)
 )

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from batchjobs.errors import NotFound
 from batchjobs.store.part import Part, known, plain
+from batchjobs.store.pauses import batch_pause
 from batchjobs.tables import batch_progress, batches, completions
 from batchjobs.types import BatchInfo, BatchStatus, Counts, Priority, RequestStatus, TokenCounts
 
@@ -54,16 +55,21 @@ def read_progress(connection: Connection, batch_ids: Sequence[str]) -> list[Batc
 
 
 def _info(row: Row[Any]) -> BatchInfo:
+    status = BatchStatus(row.status)
+    pause = None if status.is_final else batch_pause(row)  # which only matters if it is retried
     return BatchInfo(
         id=row.batch_id,
         name=row.name,
         key=row.key,
         model=row.model,
         queue=Priority(row.queue),
-        status=BatchStatus(row.status),
-        paused=row.paused_at is not None,
+        status=status,
+        paused=pause is not None,
+        pause=pause,
         counts=Counts(**{field.name: getattr(row, field.name) for field in fields(Counts)}),
-        tokens=TokenCounts(prompt=row.prompt_tokens, completion=row.completion_tokens),
+        tokens=TokenCounts(
+            prompt=row.prompt_tokens, completion=row.completion_tokens, in_progress=row.tokens_in_progress
+        ),
         shard_size=row.shard_size,
         created_at=row.created_at,
         submitted_at=row.submitted_at,

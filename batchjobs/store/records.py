@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from datetime import datetime
 
-    from batchjobs.types import Completion, Request, RequestError, ShardId
+    from batchjobs.types import Command, Completion, Pause, Request, RequestError, ShardId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,8 @@ class Retried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker says of itself when it starts, and again when its model changes."""
+    """What a worker says of itself when it starts, and again when its model changes. ``serves`` are the names of models
+    that batches may ask it for."""
 
     name: str
     host: str
@@ -77,6 +79,7 @@ class WorkerInfo:
     model: str
     model_version: str
     state: str = "starting"
+    serves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,8 @@ class WorkerFigures:
 class WorkerRow:
     """A worker as ``batchjobs workers`` shows it. The age of its heartbeat is by the clock of the database.
 
-    ``state`` is what the worker said last, or "dead" if it fell silent without saying that it stops.
+    ``state`` is what the worker said last, or "dead" if it fell silent without saying that it stops. ``serves`` are the
+    names of models that batches may ask it for. ``pause`` is its own, or that of all workers.
     """
 
     name: str
@@ -118,7 +122,37 @@ class WorkerRow:
     started_at: datetime
     stopped_at: datetime | None
     heartbeat_age_seconds: float
+    serves: tuple[str, ...] = ()
+    pause: Pause | None = None
 
     @property
     def is_alive(self) -> bool:
         return self.stopped_at is None and self.state != "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelVersion:
+    """A model that has answered here, as the first worker that loaded it described it."""
+
+    version: str
+    name: str
+    source: str
+    dtype: str
+    details: Mapping[str, Any]
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What a worker shall do, of all that it holds: see :meth:`Store.orders`.
+
+    ``cancelled_requests`` are (batch id, index). ``paused_batches`` are those that it holds some of, by id; none of
+    them is cancelled. ``pause`` is the worker's own, or that of all workers. ``commands`` are those that have not
+    ended, the oldest first, also one that it carries out right now.
+    """
+
+    cancelled_batches: frozenset[str] = frozenset()
+    cancelled_requests: frozenset[tuple[str, int]] = frozenset()
+    paused_batches: Mapping[str, Pause] = field(default_factory=dict)
+    pause: Pause | None = None
+    commands: tuple[Command, ...] = ()

@@ -8,6 +8,7 @@ completion.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -24,6 +25,7 @@ from batchjobs.types import (
     Request,
     RequestError,
     RequestStatus,
+    VersionSpan,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +76,10 @@ def request_row(batch_id: str, request: Request, shard_size: int, *, rejected: b
     except (TypeError, ValueError) as error:
         raise UsageError(f"request {request.index} cannot be stored as JSON: {error}") from error
     shard_no = request.index // shard_size
-    return (batch_id, request.index, custom_id, request.endpoint.value, body, shard_no, rejected)
+    pin = None if rejected else request.model_version
+    if pin is not None and not is_storable(pin):
+        raise UsageError(f"request {request.index}: model_version holds a NUL or an unpaired surrogate; use plain text")
+    return (batch_id, request.index, custom_id, request.endpoint.value, body, shard_no, rejected, pin)
 
 
 def refused_request(index: int, error: LineError) -> Request:
@@ -120,6 +125,7 @@ def completion_row(batch_id: str, completion: Completion, created_at: str) -> tu
         c.attempt,
         None if c.error is None else _error_json(c.error),
         None if c.prompt_scores is None else _prompt_scores_json(c.prompt_scores),
+        _spans_json(c.version_spans) if c.version_spans else None,
     )
 
 
@@ -141,6 +147,8 @@ def checkpoint_row(
         instant_text(p.started_at),
         updated_at,
         model_version,
+        _spans_json(p.version_spans) if p.version_spans else None,
+        len(p.token_ids),
     )
 
 
@@ -172,6 +180,11 @@ def _prompt_scores_json(scores: PromptScores) -> str:
     return "{" + ",".join(f'"{name}":{value}' for name, value in values.items()) + "}"
 
 
+def _spans_json(spans: Sequence[VersionSpan]) -> str:
+    text = _strict_json(spans)
+    return text if text is not None else orjson.dumps([_storable_span(span) for span in spans]).decode()
+
+
 def _error_json(error: RequestError) -> str:
     return orjson.dumps({"code": storable(error.code), "message": storable(error.message)}).decode()
 
@@ -187,6 +200,10 @@ def _strict_json(value: Any) -> str | None:
 
 def _storable_token(token: TokenText) -> TokenText:
     return storable(token) if isinstance(token, str) else token
+
+
+def _storable_span(span: VersionSpan) -> VersionSpan:
+    return replace(span, version=storable(span.version), worker=span.worker and storable(span.worker))
 
 
 def request_of(row: Any) -> Request:
@@ -213,6 +230,7 @@ def completion_of(row: Any) -> Completion:
         top_logprobs=None if tops is None else tuple(map(_top_logprobs, tops)),
         model=row.model,
         model_version=row.model_version,
+        version_spans=version_spans_of(row),
         worker=row.worker,
         attempt=row.attempt,
         started_at=row.started_at,
@@ -234,7 +252,14 @@ def progress_of(row: Any) -> Progress:
         token_times=tuple(orjson.loads(row.token_times)),
         top_logprobs=None if tops is None else tuple(map(_top_logprobs, tops)),
         started_at=row.started_at,
+        version_spans=version_spans_of(row),
     )
+
+
+def version_spans_of(row: Any) -> tuple[VersionSpan, ...]:
+    """Of a row with COMPLETION_COLUMNS or CHECKPOINT_COLUMNS."""
+    stored = row.version_spans
+    return () if stored is None else tuple(VersionSpan(**span) for span in orjson.loads(stored))
 
 
 def _prompt_scores(stored: Mapping[str, Any]) -> PromptScores:

@@ -10,14 +10,18 @@ import sqlalchemy as sa
 
 from batchjobs.clock import database_instant, database_seconds
 from batchjobs.store.bulk import insert_if_new, upsert
-from batchjobs.store.part import Part
-from batchjobs.store.records import WorkerFigures, WorkerInfo, WorkerRow
-from batchjobs.tables import model_versions, workers
+from batchjobs.store.conditions import IS_UNFINISHED
+from batchjobs.store.part import Part, known
+from batchjobs.store.pauses import pause_of, read_pauses
+from batchjobs.store.records import ModelVersion, WorkerFigures, WorkerInfo, WorkerRow
+from batchjobs.tables import batches, model_versions, shards, workers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from sqlalchemy.engine import Connection
+    from sqlalchemy.engine import Connection, Row
+
+    from batchjobs.types import Pause
 
 DEAD_SECONDS = 30.0
 """A worker that was silent for longer, twice the default lease, is taken to be dead."""
@@ -41,9 +45,12 @@ class WorkerPart(Part):
         values: dict[str, Any] = asdict(figures) | {"heartbeat_at": database_seconds()}
         return self._update(worker_name, values)
 
-    def change_model(self, worker_name: str, *, model: str, model_version: str, dtype: str) -> bool:
+    def change_model(
+        self, worker_name: str, *, model: str, model_version: str, dtype: str, serves: Collection[str]
+    ) -> bool:
         """Notes that the worker serves another model from now on. False if it is not registered."""
-        return self._update(worker_name, {"model": model, "model_version": model_version, "dtype": dtype})
+        values = {"model": model, "model_version": model_version, "dtype": dtype, "serves": list(serves)}
+        return self._update(worker_name, values)
 
     def retire_worker(self, worker_name: str, state: str) -> bool:
         """Notes that the worker has ended, and how: stopped, failed. False if it is not registered."""
@@ -67,8 +74,15 @@ class WorkerPart(Part):
         query = sa.select(workers, age.label("heartbeat_age_seconds")).where(age <= FORGOTTEN_SECONDS)
         with self._database.reading() as connection:
             found = connection.execute(query).all()
-        rows = [WorkerRow(**{field.name: getattr(row, field.name) for field in fields(WorkerRow)}) for row in found]
-        return sorted(map(_judged, rows), key=_rank)
+            pauses = read_pauses(connection)
+        return sorted((_judged(_worker(row, pauses)) for row in found), key=_rank)
+
+    def unserved(self, batch_id: str) -> list[tuple[str | None, str | None]]:
+        """What workers have to serve to finish a batch: the model that it asks for and the version that requests are
+        pinned to, once for each pair that stands in unfinished shards. None takes any."""
+        with self._database.reading() as connection:
+            rows = connection.execute(_WANTED, {"batch": known("batch", batch_id)})
+            return sorted(((row.model, row.model_version) for row in rows), key=lambda pair: pair[1] or "")
 
     def clock_skew_seconds(self) -> float:
         """How far the clock of this host is ahead of the database's, in seconds; negative where it is behind.
@@ -84,8 +98,17 @@ class WorkerPart(Part):
         """Enters a model that a worker has loaded. The first entry of a version stays."""
         row = {"version": version, "name": name, "source": source, "dtype": dtype, "details": dict(details)}
         with self._database.writing() as connection:
-            known = insert_if_new(connection, model_versions).values(**row, created_at=database_instant())
-            connection.execute(known)
+            new = insert_if_new(connection, model_versions).values(**row, created_at=database_instant())
+            connection.execute(new)
+
+    def model_versions(self) -> list[ModelVersion]:
+        """The models that have answered here, the newest first."""
+        query = sa.select(model_versions).order_by(model_versions.c.created_at.desc(), model_versions.c.version)
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        return [
+            ModelVersion(**{field.name: getattr(row, field.name) for field in fields(ModelVersion)}) for row in rows
+        ]
 
 
 def _skew(connection: Connection) -> tuple[float, float]:
@@ -96,6 +119,11 @@ def _skew(connection: Connection) -> tuple[float, float]:
     return took, before + took / 2 - there
 
 
+def _worker(row: Row[Any], pauses: Mapping[str, Pause]) -> WorkerRow:
+    named = {field.name: getattr(row, field.name) for field in fields(WorkerRow) if field.name != "pause"}
+    return WorkerRow(**named | {"serves": tuple(row.serves), "pause": pause_of(row.name, pauses)})
+
+
 def _judged(row: WorkerRow) -> WorkerRow:
     if row.stopped_at is not None or row.heartbeat_age_seconds <= DEAD_SECONDS:
         return row
@@ -104,3 +132,11 @@ def _judged(row: WorkerRow) -> WorkerRow:
 
 def _rank(row: WorkerRow) -> tuple[bool, float, str]:
     return not row.is_alive, 0.0 if row.is_alive else row.heartbeat_age_seconds, row.name
+
+
+_WANTED = (
+    sa.select(batches.c.model, shards.c.model_version)
+    .distinct()
+    .join(batches, batches.c.id == shards.c.batch_id)
+    .where(shards.c.batch_id == sa.bindparam("batch"), IS_UNFINISHED)
+)

@@ -23,8 +23,8 @@ from batchjobs.database import Database
 from batchjobs.errors import BatchjobsError
 from batchjobs.store import Store
 from batchjobs.tables import VIEWS, metadata
-from batchjobs.types import PromptScores, ShardId
-from tests.support.batches import answer, claim, crash, failure, submit
+from batchjobs.types import CommandKind, Lease, PromptScores, ShardId, VersionSpan
+from tests.support.batches import answer, claim, crash, failure, select, submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,6 +77,19 @@ def rows_of_the_first_revision() -> list[str]:
         completion.format(0, "'completed'", "'stop'", "NULL"),
         completion.format(1, "'failed'", "'error'", """'{"code":"e","message":"m"}'"""),
     ]
+
+
+ROWS_OF_THE_THIRD_REVISION = (
+    "UPDATE batches SET paused_at = created_at",
+    "UPDATE completions SET completion_tokens = 5, model_version = 'v1', worker = 'w1' WHERE \"index\" = 1",
+    'INSERT INTO checkpoints (batch_id, "index", choice, fence, token_ids, tokens, logprobs, token_times, started_at,'
+    """ updated_at, model_version) VALUES ('B', 2, 0, 1, '[7,8]', '["a","b"]', '[-1,-2]', '[0.5,1]',"""
+    " '2026-03-01T12:00:00.250000Z', '2026-03-01T12:00:00.250000Z', 'v1')",
+    'INSERT INTO commands (id, kind, batch_id, "index", arguments, created_at)'
+    """ VALUES ('C', 'cancel_request', 'B', 2, '{"a":1}', '2026-03-01T12:00:00.250000Z')""",
+    "INSERT INTO workers (name, host, pid, device, dtype, model, model_version, state, started_at, heartbeat_at)"
+    " VALUES ('w1', 'h', 1, 'cpu', 'float32', 'm', 'v1', 'ready', '2026-03-01T12:00:00.250000Z', 4e9)",
+)
 
 
 class TestUpgrading:
@@ -139,6 +152,36 @@ class TestUpgrading:
         store = Store(empty_database_url)
         assert [state for _, state in store.select(states)[1]] == ["completed", "queued", "queued"]
         assert list(store.select("SELECT total, completed, failed FROM batch_progress")[1]) == [(3, 1, 0)]
+        store.close()
+        schema.upgrade(empty_database_url)
+        assert schema.check(empty_database_url) == []
+
+    def test_rows_of_the_third_revision_stay_and_can_be_controlled(self, empty_database_url: str) -> None:
+        migrate(empty_database_url, command.upgrade, "0003")
+        execute(empty_database_url, *rows_of_the_first_revision(), *ROWS_OF_THE_THIRD_REVISION)
+        schema.upgrade(empty_database_url)
+        assert schema.check(empty_database_url) == []
+        store = Store(empty_database_url)
+        info = store.batch("B")
+        assert info.pause is not None
+        assert (info.pause.by, info.pause.reason, info.pause.release) == ("", None, False)
+        assert (info.tokens.in_progress, [worker.serves for worker in store.workers()]) == (2, [()])
+        assert [stored.version_spans for stored in store.progress("B", 2)] == [(VersionSpan(version="v1"),)]
+        versions = 'SELECT "index", version, worker, attempt, from_token, tokens FROM completion_versions'
+        assert select(store, versions) == [(1, "v1", "w1", 1, 0, 5)]
+        assert store.resume_batch("B")
+        lease = claim(store, "B")
+        assert store.orders("w1", [lease]).cancelled_requests == {("B", 2)}
+        store.order(CommandKind.DRAIN, ["w1"], by="ann")
+        store.pause_batch("B", by="ann", release=True)
+        store.pause_worker(None, by="ann")
+        store.close()
+
+        migrate(empty_database_url, command.downgrade, "0003")
+        store = Store(empty_database_url)
+        assert select(store, "SELECT total, running, paused_at IS NULL FROM batch_progress") == [(3, 1, False)]
+        assert select(store, 'SELECT kind, "index", arguments FROM commands') == [("cancel_request", 2, '{"a":1}')]
+        assert select(store, 'SELECT "index", model_version FROM checkpoints') == [(2, "v1")]
         store.close()
         schema.upgrade(empty_database_url)
         assert schema.check(empty_database_url) == []
@@ -351,6 +394,17 @@ class TestPlans:
             (lambda store, batch_id: store.batch(batch_id), r"s USING INDEX sqlite_autoindex_shards_1 \(batch_id=\?\)"),
             (lambda store, batch_id: store.isolate(), "shards USING INDEX ix_shards_unfinished"),
             (lambda store, batch_id: list(store.results(batch_id)), "shards USING INDEX ix_shards_single"),
+            (lambda store, batch_id: submit(store, 1), "requests USING COVERING INDEX ix_requests_pinned"),
+            (lambda store, batch_id: store.unserved(batch_id), "shards USING INDEX ix_shards_unfinished"),
+            (lambda store, batch_id: store.open_commands("w1"), "commands USING INDEX ix_commands_open"),
+            (
+                lambda store, batch_id: store.orders("w1", [Lease(ShardId(batch_id, 0), 1, 1)]),
+                r"commands USING INDEX sqlite_autoindex_commands_2 \(kind=\? AND batch_id=\?\)",
+            ),
+            (
+                lambda store, batch_id: store.orders("w1", [Lease(ShardId(batch_id, 0), 1, 1)]),
+                r"batches USING INDEX sqlite_autoindex_batches_1 \(id=\?\)",
+            ),
             (
                 lambda store, batch_id: read(store, f"SELECT state FROM results WHERE batch_id = '{batch_id}'"),
                 r"x USING INDEX ix_shards_single \(batch_id=\? AND first_index=\?\)",

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchjobs.types import FinishReason, PromptScores
-from tests.support.batches import GONE, STARTED, answer, claim, failure, submit
+from batchjobs.types import CommandKind, FinishReason, PromptScores, VersionSpan
+from tests.support.batches import GONE, STARTED, answer, claim, failure, select, submit
 
 if TYPE_CHECKING:
     from batchjobs.store import Store
 
+DRAIN, UPDATE = CommandKind.DRAIN, CommandKind.UPDATE_MODEL
 PAGE = Path(__file__).parents[2] / "docs" / "sql.md"
 
 
@@ -29,7 +30,8 @@ def queries(dialect: str) -> dict[str, str]:
 
 @pytest.fixture
 def batch_id(store: Store) -> str:
-    """Two answers, one of them cut and in the second try, two failures, one request still waiting."""
+    """Two answers, one of two versions, one cut and in the second try; two failures; one request still waiting. The
+    batch and all workers are paused, and one worker has got three orders."""
     batch_id = submit(store, 5, shard_size=4, name="eval")
     claim(store, batch_id, ttl=GONE)
     lease = claim(store, batch_id, worker="w2")
@@ -39,9 +41,21 @@ def batch_id(store: Store) -> str:
         finished_at=STARTED + timedelta(seconds=2),
     )
     scores = PromptScores(token_ids=(1, 2, 3), tokens=("a", "b", "c"), logprobs=(None, -1.5, -0.5), top_logprobs=None)
-    first = answer(0, prompt_scores=scores)
+    mixed = (VersionSpan(version="v0", worker="w3"), VersionSpan(version="v1", from_token=1, worker="w1", attempt=1))
+    first = answer(0, prompt_scores=scores, version_spans=mixed)
     store.record([(lease, first), (lease, cut), (lease, failure(2)), (lease, failure(3, message="later"))])
+    store.register_model_version("v1", "tiny", "/models/tiny", "float32", {})
+    store.pause_batch(batch_id, by="ann@desk", reason="the disk fills up", release=True)
+    store.pause_worker(None, by="bob@desk")
+    [done, _, failed] = (store.order(kind, ["w2"], by="ann@desk")[0] for kind in (DRAIN, DRAIN, UPDATE))
+    store.end_command(done.id, result={"finished": 0, "given_back": 2})
+    store.end_command(failed.id, error="no such file")
     return batch_id
+
+
+def paused_at(store: Store, table: str) -> str:
+    [[instant]] = select(store, f"SELECT paused_at FROM {table}")
+    return str(instant)
 
 
 def test_each_query_gives_the_right_rows(store: Store, batch_id: str) -> None:
@@ -69,6 +83,17 @@ def test_each_query_gives_the_right_rows(store: Store, batch_id: str) -> None:
         "11": [(2, 0, "failed", ""), (3, 0, "failed", "")],
         "12": [(0, -1.5)],
         "13": [(batch_id, 0, "w2", 2, "done")],
+        "14": [("v1", "tiny", 2, 4), ("v0", None, 1, 1)],
+        "15": [(0, 0, "v0", "v1", 1)],
+        "16": [
+            ("batch", batch_id, "ann@desk", "the disk fills up", True, paused_at(store, "batches")),
+            ("worker", "*", "bob@desk", None, False, paused_at(store, "worker_pauses")),
+        ],
+        "17": [
+            ("w2", "update_model", "ann@desk", "failed", "no such file"),
+            ("w2", "drain", "ann@desk", "waits", None),
+            ("w2", "drain", "ann@desk", "done", None),
+        ],
     }
     dialect = "postgresql" if "postgresql" in store.url_without_password else "sqlite"
     found = {number: list(store.select(sql)[1]) for number, sql in queries(dialect).items()}

@@ -391,21 +391,3 @@ class TestProgress:
         submit(store, 1)
         with pytest.raises(NotFound, match="no batch"):
             store.batch(batch_id)
-
-
-class TestPausing:
-    def test_nothing_is_claimed_meanwhile(self, store: Store) -> None:
-        batch_id = submit(store, 1)
-        store.pause_batch(batch_id)
-        store.pause_batch(batch_id)
-        assert store.batch(batch_id).paused
-        assert store.claimable_count() == 0
-        assert store.claim([ShardId(batch_id, 0)], "w", 60) == []
-        store.resume_batch(batch_id)
-        assert not store.batch(batch_id).paused
-        assert store.claimable_count() == 1
-        claim(store, batch_id)
-
-    def test_unknown_batch(self, store: Store) -> None:
-        with pytest.raises(NotFound):
-            store.pause_batch("nope")

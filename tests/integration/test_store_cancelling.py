@@ -41,7 +41,7 @@ class TestBatches:
         store.record([(lease, answer(0)), (lease, failure(1))])
         assert store.cancel_batch(batch_id) == Counts(total=8, running=2, completed=1, failed=1, cancelled=4)
         assert store.batch(batch_id).status is BatchStatus.CANCELLING
-        assert store.cancel_requested([batch_id, "nope"]) == {batch_id}
+        assert store.orders("w1", [lease]).cancelled_batches == {batch_id}
         recorded = store.record([(lease, cancelled(2)), (lease, answer(3))])
         assert recorded.done == [lease.shard]
         info = store.batch(batch_id)
@@ -79,10 +79,11 @@ class TestBatches:
 
     def test_after_the_end_it_stays_completed(self, store: Store) -> None:
         batch_id = submit(store, 4)
-        finish(store, claim(store, batch_id))
+        lease = claim(store, batch_id)
+        finish(store, lease)
         assert store.cancel_batch(batch_id) == Counts(total=4, completed=4)
         assert store.batch(batch_id).status is BatchStatus.COMPLETED
-        assert store.cancel_requested([batch_id]) == set()
+        assert store.orders("w1", [lease]).cancelled_batches == set()
 
     def test_a_worker_that_finishes_all_makes_it_completed(self, store: Store) -> None:
         batch_id = submit(store, 4)
@@ -172,9 +173,9 @@ class TestRequests:
         first, second = claim(store, batch_id, 0), claim(store, batch_id, 1)
         for _ in range(2):
             assert store.cancel_request(batch_id, 5) == Counts(total=8, running=8)
-        assert store.cancelled_requests([first]) == set()
-        assert store.cancelled_requests([first, second]) == {(batch_id, 5)}
-        assert store.cancelled_requests([]) == set()
+        assert store.orders("w1", [first]).cancelled_requests == set()
+        assert store.orders("w1", [first, second]).cancelled_requests == {(batch_id, 5)}
+        assert store.orders("w1", []).cancelled_requests == set()
         store.record([(second, cancelled(5))])
         assert store.batch(batch_id).counts == Counts(total=8, running=7, cancelled=1)
 

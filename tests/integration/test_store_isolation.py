@@ -188,7 +188,7 @@ class TestSplitting:
         assert store.cancel_request(batch_id, 2) == Counts(total=4, queued=2, cancelled=2)
         held = claim(store, batch_id, 4)
         store.cancel_request(batch_id, 3)
-        assert store.cancelled_requests([held]) == {(batch_id, 3)}
+        assert store.orders("w1", [held]).cancelled_requests == {(batch_id, 3)}
 
 
 class TestGivingUp:

@@ -1,4 +1,4 @@
-"""Random work on the store, rule by rule beside a model of a few lines, on both databases. # A-q-06
+"""Random work on the store, rule by rule beside a model of a few lines, on both databases. # A-q-06, A-eng-03
 
 After every rule the tables are what the model says: each request is in exactly one shard and has at most one outcome,
 fences only grow, counts add up, no checkpoint outlives its request, and what a stale lease brings changes nothing. In
@@ -27,14 +27,16 @@ from batchjobs.store import Isolated, Store
 from batchjobs.store.leases import ALONE_AT
 from batchjobs.tables import batch_progress, checkpoints, completions, metadata, past_completions, results, shards
 from batchjobs.types import Lease, ShardId
-from tests.support.batches import FOREVER, GONE, answer, progress, submit
+from tests.support.batches import FOREVER, GONE, answer, create, progress, request
 from tests.support.store_model import COUNTED, WAYS, Batch, Queue, Shard, made
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchjobs.types import Completion
 
-SIZES = ((9, 3), (3, 1))
-"""Requests and requests in a shard of each batch."""
+PINS = ((("v1",) * 3 + (None,) * 6, 3), ((None, "v1", "v2"), 1), (("v1", "v2"), 2))
+"""What the requests of each batch are pinned to, and requests in a shard."""
 THEN = ("", "again", "give back", "retry")
 
 TABLES = {
@@ -55,6 +57,19 @@ TABLES = {
 
 picks = st.lists(st.integers(0, 99), min_size=1, max_size=4)
 lasts = st.sampled_from([FOREVER, GONE])
+versions = st.sampled_from([None, None, "v1", "v2"])
+
+
+def opened(pins: Sequence[str | None], size: int) -> dict[int, Shard]:
+    """The shards of a new batch: one whose pins differ is replaced by single ones behind the others."""
+    slices = [tuple(range(first, first + size)) for first in range(0, len(pins), size)]
+    new = {number: Shard(indexes, pin=pins[indexes[0]]) for number, indexes in enumerate(slices)}
+    for number, indexes in enumerate(slices):
+        if len({pins[index] for index in indexes}) > 1:
+            del new[number]
+            behind = max([*new, len(slices) - 1]) + 1
+            new |= {behind + place: Shard((index,), pin=pins[index]) for place, index in enumerate(indexes)}
+    return new
 
 
 def some(everything: list[Any], likely: list[Any], picked: list[int]) -> list[Any]:
@@ -73,21 +88,24 @@ class StoreMachine(RuleBasedStateMachine):
         with store._database.writing() as connection:
             for table in reversed(metadata.sorted_tables):
                 connection.execute(sa.delete(table))
-        self.batches = {
-            submit(store, count, shard_size=size): Batch(
-                {n: Shard(tuple(range(n * size, n * size + size))) for n in range(count // size)}
-            )
-            for count, size in SIZES
-        }
+        self.batches = {self.submit(pins, size): Batch(opened(pins, size)) for pins, size in PINS}
+
+    def submit(self, pins: Sequence[str | None], shard_size: int) -> str:
+        batch_id = create(self.store, shard_size=shard_size)
+        bodies = [{"prompt": "p"} if pin is None else {"prompt": "p", "model_version": pin} for pin in pins]
+        self.store.add_requests(batch_id, [request(index, **body) for index, body in enumerate(bodies)])
+        self.store.open_batch(batch_id)
+        return batch_id
 
     # What the rules choose from
 
-    def claimable(self) -> list[ShardId]:
+    def claimable(self, version: str | None = None) -> list[ShardId]:
         return [
             ShardId(batch_id, number)
             for batch_id, batch in self.batches.items()
             for number, shard in sorted(batch.shards.items())
-            if shard.is_free and not shard.crashed_too_often and not batch.is_cancelled
+            if shard.is_free and not shard.crashed_too_often and not batch.is_cancelled and not batch.is_paused
+            if version is None or shard.pin in (None, version)
         ]
 
     def some_shards(self, picked: list[int]) -> set[ShardId]:
@@ -116,17 +134,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.claim(picked, "w1", FOREVER)
         self.claim([4 * pick + 1 for pick in picked], "w2", GONE)
 
-    @rule(picked=picks, worker=st.sampled_from(["w1", "w2", "w3"]), ttl=lasts)
-    def claim(self, picked: list[int], worker: str, ttl: float) -> None:
+    @rule(picked=picks, worker=st.sampled_from(["w1", "w2", "w3"]), ttl=lasts, version=versions)
+    def claim(self, picked: list[int], worker: str, ttl: float, version: str | None = None) -> None:
         wanted = self.some_shards(picked)
         expected = []
-        for number in [number for number in self.claimable() if number in wanted]:
+        for number in [number for number in self.claimable(version) if number in wanted]:
             shard = self.batches[number.batch_id].shards[number.shard_no]
             alone = len(shard.indexes) == 1 and shard.attempts - shard.forgiven >= ALONE_AT
             shard.state, shard.ran_out = "leased", ttl == GONE
             shard.fence, shard.attempts = shard.fence + 1, shard.attempts + 1
-            expected.append(Lease(number, shard.fence, shard.attempts, alone))
-        leases = self.store.claim(list(wanted), worker, ttl)
+            expected.append(Lease(number, shard.fence, shard.attempts, alone, shard.pin))
+        leases = self.store.claim(list(wanted), worker, ttl, version=version)
         assert leases == expected
         for lease in leases:
             batch = self.batches[lease.shard.batch_id]
@@ -208,13 +226,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.cancel_request(batch_id, index)
 
     @precondition(lambda self: len(self.leases) > 9)
-    @rule(pick=st.integers(0, 1))
-    def cancel_batch(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 2), is_paused=st.booleans())
+    def cancel_batch(self, pick: int, is_paused: bool) -> None:
+        if is_paused:
+            self.pause_or_resume(pick, "pause")
+        batch_id = sorted(self.batches)[pick]
+        self.batches[batch_id].cancel()
+        self.store.cancel_batch(batch_id)
+
+    @precondition(lambda self: len(self.leases) > 3)
+    @rule(pick=st.integers(0, 2), then=st.sampled_from(["pause", "resume", "resume"]))
+    def pause_or_resume(self, pick: int, then: str) -> None:
         batch_id = sorted(self.batches)[pick]
         batch = self.batches[batch_id]
-        batch.is_cancelled |= any(shard.state != "done" for shard in batch.shards.values())
-        batch.cancel_free()
-        self.store.cancel_batch(batch_id)
+        if then == "pause":
+            assert self.store.pause_batch(batch_id) == batch.pause()
+        else:
+            assert self.store.resume_batch(batch_id) == batch.resume()
 
     @rule(is_flushed=st.booleans(), isolates_before=st.booleans())
     def reconcile(self, is_flushed: bool, isolates_before: bool) -> None:
@@ -255,7 +283,8 @@ class StoreMachine(RuleBasedStateMachine):
             [counts] = mine["progress"]
             names = ("queued", "running", "completed", "failed", "cancelled", "expired")
             assert [getattr(counts, name) for name in names] == [states.count(name) for name in names]
-            assert counts.total == len(states)
+            assert (counts.total, counts.paused_at is not None) == (len(states), batch.is_paused)
+            assert counts.tokens_in_progress == sum(tokens for tokens, _ in batch.begun.values())
         assert [shard for shard, _ in self.store.claimable(100)] == self.claimable()
 
     def check_shards(self, batch: Batch, rows: dict[int, Any]) -> None:
@@ -268,8 +297,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.fences[shard_id] = row.fence
             shard = batch.shards[number]
             assert row.requests == len(shard.indexes) == row.last_index - row.first_index + 1
-            state = (shard.state, shard.fence, shard.attempts, shard.forgiven)
-            assert (row.state, row.fence, row.attempts, row.forgiven) == state
+            state = (shard.state, shard.fence, shard.attempts, shard.forgiven, shard.pin)
+            assert (row.state, row.fence, row.attempts, row.forgiven, row.model_version) == state
             ended = [batch.outcomes[index] for index in shard.indexes if index in batch.outcomes]
             ways = [COUNTED[way] for way, _, _ in ended]
             counts = (ways.count("completed"), ways.count("failed"), ways.count("cancelled"))
@@ -285,6 +314,8 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened, the rest can be finished, and then there is one outcome for each request."""
         self.store.renew(self.leases, GONE)
+        for batch_id in self.batches:
+            self.store.resume_batch(batch_id)
         for _ in range(3):
             reconcile(self.store, self.queue)  # type: ignore[arg-type]
             for lease in self.store.claim([shard for shard, _ in self.store.claimable(100)], "last", FOREVER):

@@ -259,4 +259,4 @@ def test_an_old_order_to_cancel_does_not_meet_a_retry(store: Store) -> None:
     store.record([(lease, failure(0))])  # it had failed before its worker heard of the order
     assert store.retry_failed(batch_id).requests == 1
     again = claim(store, batch_id)
-    assert store.cancelled_requests([again]) == set()
+    assert store.orders("w1", [again]).cancelled_requests == set()

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from batchjobs.store import Store
 
 INFO = WorkerInfo(
-    name="w1", host="node1", pid=42, device="cpu", dtype="float32", model="tiny", model_version="v1", state="loading"
+    name="w1",
+    host="node1",
+    pid=42,
+    device="cpu",
+    dtype="float32",
+    model="tiny",
+    model_version="v1",
+    state="loading",
+    serves=("tiny", "/models/tiny"),
 )
 FIGURES = WorkerFigures(
     state="busy",
@@ -33,6 +41,7 @@ def test_a_worker_from_start_to_end(store: Store) -> None:
     [fresh] = store.workers()
     assert (fresh.name, fresh.host, fresh.pid, fresh.device, fresh.dtype) == ("w1", "node1", 42, "cpu", "float32")
     assert (fresh.model, fresh.model_version, fresh.state) == ("tiny", "v1", "loading")
+    assert (fresh.serves, fresh.pause) == (("tiny", "/models/tiny"), None)
     assert (fresh.running, fresh.tokens_per_second, fresh.stopped_at) == (0, 0.0, None)
     assert 0 <= fresh.heartbeat_age_seconds < 60
 
@@ -42,10 +51,11 @@ def test_a_worker_from_start_to_end(store: Store) -> None:
     assert (busy.prompt_tokens, busy.generated_tokens, busy.preemptions) == (10_000_000_000, 7, 1)
     assert busy.tokens_per_second == 120.5
 
-    assert store.change_model("w1", model="other", model_version="v2", dtype="bfloat16")
+    assert store.change_model("w1", model="other", model_version="v2", dtype="bfloat16", serves=["tiny", "other"])
     assert store.retire_worker("w1", "stopped")
     [gone] = store.workers()
     assert (gone.model, gone.model_version, gone.dtype) == ("other", "v2", "bfloat16")
+    assert gone.serves == ("tiny", "other")
     assert (gone.state, gone.running, gone.waiting, gone.kv_usage_ratio) == ("stopped", 0, 0, 0.0)
     assert gone.stopped_at is not None
     assert gone.stopped_at >= gone.started_at
@@ -119,14 +129,20 @@ def test_the_age_of_a_heartbeat_is_by_the_clock_of_the_database(store: Store) ->
 def test_a_worker_that_is_not_registered(store: Store) -> None:
     assert not store.beat("nobody", FIGURES)
     assert not store.retire_worker("nobody", "stopped")
+    assert not store.change_model("nobody", model="m", model_version="v", dtype="float32", serves=["m"])
     assert store.workers() == []
 
 
 def test_the_first_entry_of_a_model_version_stays(store: Store) -> None:
     store.register_model_version("v1", "tiny", "/models/tiny", "float32", {"revision": "abc", "parameters": 135})
     store.register_model_version("v1", "renamed", "/elsewhere", "float32", {})
+    store.register_model_version("v2", "tiny", "/models/newer", "bfloat16", {})
+    newest, first = store.model_versions()
+    assert (newest.version, newest.source, newest.details) == ("v2", "/models/newer", {})
+    assert first.details == {"revision": "abc", "parameters": 135}
+    assert newest.created_at >= first.created_at
     columns = "version, name, source, dtype, details"
-    _, rows = store.select(f"SELECT {columns} FROM model_versions")
+    _, rows = store.select(f"SELECT {columns} FROM model_versions WHERE version = 'v1'")
     assert list(rows) == [("v1", "tiny", "/models/tiny", "float32", '{"revision":"abc","parameters":135}')]
 
 

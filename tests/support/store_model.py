@@ -26,6 +26,7 @@ class Shard:
     attempts: int = 0
     forgiven: int = 0
     ran_out: bool = False
+    pin: str | None = None
 
     @property
     def is_free(self) -> bool:
@@ -46,10 +47,15 @@ class Batch:
     begun: dict[int, tuple[int, int]] = field(default_factory=dict)
     past: Counter[int] = field(default_factory=Counter)
     is_cancelled: bool = False
+    is_paused: bool = False
 
     @property
     def indexes(self) -> list[int]:
         return sorted(index for shard in self.shards.values() for index in shard.indexes)
+
+    @property
+    def has_ended(self) -> bool:
+        return all(shard.state == "done" for shard in self.shards.values())
 
     def shard_of(self, index: int) -> Shard:
         [shard] = [shard for shard in self.shards.values() if index in shard.indexes]
@@ -73,6 +79,20 @@ class Batch:
             tokens, _ = self.begun.get(index, (0, 0))
             self.end(shard, index, way, tokens, shard.attempts, raise_fence=True)
         return len(indexes)
+
+    def pause(self) -> bool:
+        is_new = not (self.is_paused or self.is_cancelled or self.has_ended)
+        self.is_paused |= is_new
+        return is_new
+
+    def resume(self) -> bool:
+        was_paused, self.is_paused = self.is_paused, False
+        return was_paused
+
+    def cancel(self) -> None:
+        if not self.has_ended:
+            self.is_cancelled, self.is_paused = True, False
+        self.cancel_free()
 
     def cancel_free(self) -> int:
         free = [shard for shard in self.shards.values() if shard.is_free]
