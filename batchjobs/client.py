@@ -11,14 +11,14 @@ with Client() as client:
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchjobs.connections import connect_queue, connect_store
-from batchjobs.errors import BatchjobsError, ConnectionFailed, UsageError
+from batchjobs.control import Control
+from batchjobs.errors import BatchjobsError, UsageError
 from batchjobs.inputs import Submittable, open_source
 from batchjobs.models import asked_for
 from batchjobs.results import Result
@@ -40,7 +40,7 @@ SILENT_SECONDS = 10.0
 """A worker whose heartbeat in SQL is older may be cut off from the database; it says so over Redis."""
 
 
-class Client:
+class Client(Control):
     """One producer's or operator's connection to the store and the queue. May be shared by threads.
 
     Args:
@@ -85,6 +85,7 @@ class Client:
         on_invalid: Literal["reject", "skip"] = "reject",
         shard_size: int | None = None,
         system: str | None = None,
+        model_version: str | None = None,
         **defaults: Any,
     ) -> Batch:
         """Checks, stores and queues a batch.
@@ -98,6 +99,7 @@ class Client:
             on_invalid: ``reject`` refuses everything for one bad line, ``skip`` makes bad lines failed requests.
             shard_size: Requests in one entry of the queue; default: the setting.
             system: A system message for chats without one.
+            model_version: The only version of a model that may answer lines that name none, such as ``sha256:…``.
             defaults: Sampling fields for lines that lack them: ``max_tokens=256, temperature=0``.
 
         Raises:
@@ -114,7 +116,7 @@ class Client:
             key=key,
             skip_invalid=on_invalid == "skip",
             shard_size=shard_size or self.settings.shard_size,
-            defaults=Defaults({k: v for k, v in defaults.items() if v is not None}, system),
+            defaults=Defaults({k: v for k, v in defaults.items() if v is not None}, system, model_version),
         )
         made = submit(self.store, lambda: self.queue, [open_source(source)], plan)
         if made.warning is not None:
@@ -146,30 +148,12 @@ class Client:
         except BatchjobsError:
             return {}
 
-    def cancel_batch(self, batch_id: str) -> Counts:
-        """Cancels what has not ended. Raises NotFound."""
-        counts = self.store.cancel_batch(batch_id)
-        with contextlib.suppress(ConnectionFailed):  # workers drop its shards when they come up
-            self.queue.drop_batch(batch_id)
-        self._wake_workers()
-        return counts
-
-    def cancel_request(self, batch_id: str, index: int) -> None:
-        """Cancels one request, unless it has ended. Raises NotFound."""
-        self.store.cancel_request(batch_id, index)
-        self._wake_workers()
-
     def retry_failed(self, batch_id: str) -> Retry:
         """Lets the failed requests of a batch run again. Raises NotFound, or UsageError if it was cancelled."""
         done = retry(self.store, lambda: self.queue, batch_id)
         if done.warning is not None:
             warnings.warn(done.warning, stacklevel=2)
         return done
-
-    def _wake_workers(self) -> None:
-        # Workers look into SQL every second or two by themselves.
-        with contextlib.suppress(ConnectionFailed):
-            self.queue.wake()
 
     def close(self) -> None:
         """Leaves store and queue. What was submitted goes on."""
@@ -233,6 +217,15 @@ class Batch:
     def cancel(self) -> Counts:
         """Cancels what has not ended; finished requests and partial texts stay. May be called again."""
         return self._client.cancel_batch(self.id)
+
+    def pause(self, reason: str | None = None, release: bool = False) -> bool:
+        """Lets no more token be made; what runs keeps its place and cache, or with ``release`` goes back to the queue.
+        False: it was paused already, or has ended."""
+        return self._client.pause_batch(self.id, reason, release)
+
+    def resume(self) -> bool:
+        """Lets it go on. False: it was not paused."""
+        return self._client.resume_batch(self.id)
 
     def retry_failed(self) -> Retry:
         """Lets the failed requests run again; answers that are there stay as they are. May be called again.

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+MAX_VERSION_CHARACTERS = 200
+
+
 class FieldError(ValueError):
     """What is wrong with a line, before it is known which line it is. ``field`` is dotted, or None for the whole."""
 
@@ -50,6 +53,13 @@ def text_value(name: str, value: Any) -> str:
     if not value:
         raise FieldError(f"{name} must not be empty", name)
     return value
+
+
+def version_value(name: str, value: Any) -> str:
+    """A version of a model, as workers and results name it; whether there is one only the workers know."""
+    if len(text_value(name, value)) > MAX_VERSION_CHARACTERS:
+        raise FieldError(f"{name} is longer than {MAX_VERSION_CHARACTERS} characters", name)
+    return str(value)
 
 
 def unknown_name(name: str, accepted: Iterable[str], what: str = "field") -> FieldError:

@@ -18,7 +18,7 @@ import orjson
 from batchjobs import strict_json
 from batchjobs.chat import read_messages, read_template_kwargs
 from batchjobs.errors import LineError, UsageError
-from batchjobs.fields import FieldError, json_type, listed, text_value, unknown_name, wrong_type
+from batchjobs.fields import FieldError, json_type, listed, text_value, unknown_name, version_value, wrong_type
 from batchjobs.openai_lines import OTHER_NAMES, UNSUPPORTED, open_envelope, refused
 from batchjobs.sampling_fields import NO_DEFAULTS, SAMPLING_NAMES, Defaults, Dialect, token_id
 from batchjobs.types import Endpoint, Request
@@ -34,7 +34,7 @@ MAX_CUSTOM_ID_CHARACTERS = 512
 _BOM = b"\xef\xbb\xbf"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BODY_NAMES = SAMPLING_NAMES | OTHER_NAMES | {"prompt", "messages"}
-_ACCEPTED = SAMPLING_NAMES | {"prompt", "messages", "model", "metadata", "chat_template_kwargs"}
+_ACCEPTED = SAMPLING_NAMES | {"prompt", "messages", "model", "model_version", "metadata", "chat_template_kwargs"}
 
 
 class InvalidLineError(ValueError):
@@ -177,6 +177,8 @@ def _body(fields: dict[str, Any], endpoint: Endpoint, dialect: Dialect, defaults
         elif value is not None:
             given[name] = value
     labels = _labels(others, endpoint) if others else {}
+    if defaults.model_version is not None:
+        labels.setdefault("model_version", defaults.model_version)
     body.update(defaults.sampling(given, dialect))
     if endpoint is Endpoint.CHAT and body.get("echo"):
         raise FieldError("echo repeats the prompt of a completion; a chat has none to repeat, so leave it out", "echo")
@@ -199,11 +201,12 @@ def _prompt(value: Any) -> str | list[int]:
 
 
 def _labels(others: dict[str, Any], endpoint: Endpoint) -> dict[str, Any]:
-    """``model``, ``metadata`` and the template's arguments; raises one problem that names every other field."""
+    """``model`` and its version, ``metadata`` and the template's arguments; raises one problem that names every other
+    field."""
     problems = [problem for name, value in others.items() if (problem := _other_problem(name, value, endpoint))]
     if problems:
         raise FieldError("; ".join(problem.message for problem in problems), problems[0].field)
-    labels = {name: others[name] for name in ("model", "metadata") if others.get(name) is not None}
+    labels = {name: others[name] for name in ("model", "model_version", "metadata") if others.get(name) is not None}
     if others.get("chat_template_kwargs") is not None:
         labels["chat_template_kwargs"] = read_template_kwargs(others["chat_template_kwargs"])
     return labels
@@ -220,6 +223,8 @@ def _other_problem(name: str, value: Any, endpoint: Endpoint) -> FieldError | No
         return None if endpoint is Endpoint.CHAT else FieldError(f"{name} is only for chats", name)
     if name == "model":
         return _problem_of(text_value, name, value)
+    if name == "model_version":
+        return _problem_of(version_value, name, value)
     if name == "metadata":
         return _problem_of(_metadata, name, value)
     reason = refused(name, value)

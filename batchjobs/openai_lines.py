@@ -44,7 +44,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 _IGNORED = {"user": str, "service_tier": str}
 """Labels for the API's own books; they change no answer."""
 
-OTHER_NAMES = frozenset({"model", "metadata", "chat_template_kwargs", *_IGNORED, *_HARMLESS})
+OTHER_NAMES = frozenset({"model", "model_version", "metadata", "chat_template_kwargs", *_IGNORED, *_HARMLESS})
 
 
 def open_envelope(line: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from batchjobs.types import Completion, FinishReason, RequestError, RequestStatus, TokenText, TopLogprobs
+from batchjobs.types import (
+    Completion,
+    FinishReason,
+    RequestError,
+    RequestStatus,
+    TokenText,
+    TopLogprobs,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +44,7 @@ class Choice:
     finished_at: datetime | None
     error: RequestError | None
     tokens: tuple[TokenText, ...]
+    version_spans: tuple[VersionSpan, ...]
 
     @classmethod
     def of(cls, made: Completion) -> Choice:
@@ -48,7 +57,8 @@ class Result:
 
     ``status`` is completed, failed, cancelled or expired, or, before the end, queued or running. The token lists have
     ``completion_tokens`` entries each. ``tokens`` holds each token's text, or its bytes where they are no text alone.
-    Instants are aware and UTC.
+    ``version_spans`` say which version of the model drew which of them, in which worker, at which attempt. Instants are
+    aware and UTC.
 
     Where ``n`` > 1, ``status`` and ``error`` are the request's, which are its worst choice's, and the other values the
     first choice's; ``choices`` has them all. ``prompt_token_ids``, ``prompt_logprobs`` (None for the first token) and
@@ -77,6 +87,7 @@ class Result:
     attempt: int
     error: RequestError | None
     tokens: tuple[TokenText, ...]
+    version_spans: tuple[VersionSpan, ...]
     n: int
     choices: tuple[Choice, ...]
     prompt_token_ids: tuple[int, ...] | None
@@ -111,6 +122,7 @@ class Result:
             attempt=made.attempt,
             error=stored.error,
             tokens=made.tokens,
+            version_spans=made.version_spans,
             n=stored.request.n,
             choices=tuple(map(Choice.of, stored.choices)),
             prompt_token_ids=scores.token_ids if scores else None,
@@ -137,6 +149,11 @@ FIELDS = tuple(Result.__dataclass_fields__)
 def json_line(value: Mapping[str, Any]) -> bytes:
     """Strict JSON in UTF-8: instants in UTC with ``Z``, NaN and infinities as null."""
     return orjson.dumps(value, option=orjson.OPT_UTC_Z)
+
+
+def json_text(value: object) -> str:
+    """The same JSON as a text, for a cell of a table."""
+    return orjson.dumps(value, option=orjson.OPT_UTC_Z).decode()
 
 
 def instant(moment: datetime | None) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchjobs.errors import InvalidParameter, UsageError
-from batchjobs.fields import FieldError, json_type, quoted, unknown_name, wrong_type
+from batchjobs.fields import FieldError, json_type, quoted, unknown_name, version_value, wrong_type
 from batchjobs.response_format import response_format
 from batchjobs.types import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -125,11 +125,13 @@ class Defaults:
     """What applies to the lines of a batch that do not say otherwise.
 
     ``fields`` are sampling fields as a plain line would have them; ``system`` is put in front of chats that have no
-    system message, and changes nothing else. Raises UsageError when they could not stand in a line.
+    system message, and changes nothing else. ``model_version`` is the only version of a model that may answer the lines
+    that name none. Raises UsageError when they could not stand in a line.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
+    model_version: str | None = None
     _typed: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known: dict[bytes, Mapping[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -140,13 +142,16 @@ class Defaults:
         try:
             typed = _typed(self.fields, Dialect.PLAIN)
             _resolved(typed)
+            if self.model_version is not None:
+                version_value("model_version", self.model_version)
         except FieldError as problem:
             raise UsageError(f"the default for all lines cannot be used: {problem.message}") from None
         object.__setattr__(self, "_typed", typed)
 
     def as_json(self) -> dict[str, Any]:
         """The defaults as they are stored with the batch."""
-        return {**self.fields, **({"system": self.system} if self.system is not None else {})}
+        others = {"system": self.system, "model_version": self.model_version}
+        return {**self.fields, **{name: value for name, value in others.items() if value is not None}}
 
     def sampling(self, given: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
         """What to store for a line with the sampling fields ``given``: checked, with the defaults, and with a seed

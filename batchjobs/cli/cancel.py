@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import sys
+from typing import TYPE_CHECKING
 
 import click
 
+from batchjobs.cli.asking import confirm, yes
 from batchjobs.cli.console import out_json, say
 from batchjobs.cli.options import as_json, open_client
-from batchjobs.text import plural, visible
+from batchjobs.errors import WaitTimeout
+from batchjobs.text import plural
+from batchjobs.types import RequestStatus
+
+if TYPE_CHECKING:
+    from batchjobs.client import Client
+    from batchjobs.types import BatchInfo
+
+OUTCOME_SECONDS = 3.0
+"""How long the command waits for what workers make of it; a worker that lives takes less than two."""
 
 
 @click.command("cancel")
 @click.argument("batch", required=False)
 @click.option("--request", help="Cancel this one request, named BATCH/INDEX.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@yes
 @as_json
 @click.pass_context
 def cancel_command(ctx: click.Context, batch: str | None, request: str | None, yes: bool, as_json: bool) -> None:
-    """Cancel what has not ended of BATCH, or one request.
+    """Cancel what has not ended of BATCH, or one request, and say what became of it.
 
     Requests that have ended keep their answers, requests being answered keep their text so far. Cancelling again is
     harmless. On a terminal the command asks first.
@@ -38,13 +48,30 @@ def _cancel_batch(ctx: click.Context, batch: str, yes: bool, as_json: bool) -> N
         before = client.store.batch(batch)
         left = before.counts.total - before.counts.done
         if left:
-            _confirm(f"Cancel {plural(left, 'request')} of batch {batch}?", yes)
-        counts = client.cancel_batch(batch)
+            confirm(f"Cancel {plural(left, 'request')} of batch {batch}?", yes)
+        client.cancel_batch(batch)
+        after = _ended(client, batch)
         if as_json:
-            out_json(status_object(client.store.batch(batch)))
-    running = counts.total - counts.done
-    later = f"; {plural(running, 'request')} being answered will end within seconds" if running else ""
-    say(f"batch {batch}: {counts.cancelled:,} cancelled, {counts.completed:,} completed{later}")
+            out_json(status_object(after))
+    say(f"batch {batch}: {after.counts.cancelled:,} cancelled, {after.counts.completed:,} completed{_rest(after)}")
+
+
+def _ended(client: Client, batch_id: str) -> BatchInfo:
+    """The batch once its workers have let go of it, or as it is after a while."""
+    from batchjobs.waiting import wait_for_end
+
+    try:
+        return wait_for_end(client.store, batch_id, _patience(client))
+    except WaitTimeout:
+        return client.store.batch(batch_id)
+
+
+def _rest(info: BatchInfo) -> str:
+    left = info.counts.total - info.counts.done
+    if not left:
+        return ""
+    are, them = ("is", "it") if left == 1 else ("are", "them")
+    return f"; {plural(left, 'request')} {are} still with a worker, which ends {them} within seconds if it lives"
 
 
 def _cancel_request(ctx: click.Context, request: str, yes: bool, as_json: bool) -> None:
@@ -52,20 +79,24 @@ def _cancel_request(ctx: click.Context, request: str, yes: bool, as_json: bool) 
 
     batch_id, index = request_reference(request)
     with open_client(ctx) as client:
-        client.store.result(batch_id, index)
-        _confirm(f"Cancel request {request}?", yes)
+        before = client.store.result(batch_id, index)
+        if before.completion is None:
+            confirm(f"Cancel request {request}?", yes)
         client.cancel_request(batch_id, index)
-        found = client.store.result(batch_id, index)
+        found = client.request_outcome(batch_id, index, _patience(client))
     if as_json:
         out_json({"batch_id": batch_id, "index": index, "custom_id": found.request.custom_id, "status": found.state})
-    ended = found.completion is not None
-    say(f"request {request}: {found.state}" + ("" if ended else "; it is being cancelled"))
+    say(f"request {request}: {_what_it_became(before.state, found.state, ended=found.completion is not None)}")
 
 
-def _confirm(question: str, yes: bool) -> None:
-    if not yes and _is_asked():
-        click.confirm(visible(question), abort=True, err=True)
+def _patience(client: Client) -> float:
+    """Where no worker lives, there is nothing to wait for."""
+    return OUTCOME_SECONDS if any(worker.is_alive for worker in client.store.workers()) else 0.0
 
 
-def _is_asked() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
+def _what_it_became(before: str, now: str, *, ended: bool) -> str:
+    if not ended:
+        return f"{now}; it is still with a worker, which ends it within seconds if it lives"
+    if now != RequestStatus.CANCELLED:
+        return f"too late to cancel, it had ended before: {now}"
+    return "it was cancelled before" if before == RequestStatus.CANCELLED else "cancelled"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from batchjobs.openai_format import is_success, openai_line
-from batchjobs.results import Result, instant
+from batchjobs.results import Result, instant, json_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +37,7 @@ CSV_COLUMNS = (
     "error_code",
     "error_message",
     "choices",
+    "version_spans",
 )
 _TABLE_TEXT = 100
 
@@ -100,6 +101,7 @@ def _csv_row(result: Result) -> list[object]:
         "error_code": result.error.code if result.error else None,
         "error_message": result.error.message if result.error else None,
         "choices": len(result.choices),
+        "version_spans": json_text(result.version_spans),
     }
     for name in CSV_COLUMNS:
         if name.endswith("_at"):

@@ -56,6 +56,10 @@ as_json = click.option("--json", "as_json", is_flag=True, help="JSON on stdout: 
 
 model = click.option("--model", "-m", help="Folder, hub id or .gguf file.")
 
+model_version = click.option(
+    "--model-version", type=Text(), help="Only this version of the model, sha256:…, answers lines that name none."
+)
+
 _SAMPLING = (
     click.option("--max-tokens", type=int, help="Tokens to generate at most."),
     click.option("--temperature", type=float, help="0 takes the most likely token always."),
@@ -127,7 +131,8 @@ def _with(command: Decorated, options: tuple[Callable[[Any], Any], ...]) -> Deco
 
 
 def defaults_from(options: dict[str, Any]) -> Defaults:
-    """Takes the sampling options out of a command's options. Raises UsageError for a value out of range."""
+    """Takes the sampling options, and the version if there is one, out of a command's options. Raises UsageError for a
+    value out of range."""
     from batchjobs.sampling_fields import Defaults
 
     system = options.pop("system")
@@ -135,7 +140,7 @@ def defaults_from(options: dict[str, Any]) -> Defaults:
     fields = {name: value for name in names if (value := options.pop(name)) is not None}
     if stop := list(options.pop("stop")):
         fields["stop"] = stop
-    return Defaults(fields, system)
+    return Defaults(fields, system, options.pop("model_version", None))
 
 
 def settings_of(ctx: click.Context, **flags: Any) -> Settings:

@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from batchjobs.cli.console import is_live, rich_console, say
-from batchjobs.cli.status import tokens_per_second
+from batchjobs.cli.estimate import eta_seconds, tokens_per_second, tokens_so_far
+from batchjobs.cli.moments import time_left
 from batchjobs.types import BatchInfo, BatchStatus
 
 if TYPE_CHECKING:
@@ -68,18 +69,22 @@ class BatchProgress:
 
     def _detail(self, info: BatchInfo) -> str:
         live = self._live_speed() if info.status == BatchStatus.RUNNING else None
-        return _detail(info, tokens_per_second(info, live))
+        return _detail(info, tokens_per_second(info, live), eta_seconds(info, live))
 
 
-def _detail(info: BatchInfo, speed: float | None) -> str:
+def _detail(info: BatchInfo, speed: float | None, eta: float | None) -> str:
     parts = [f"{info.counts.running:,} running"]
     if info.counts.failed:
         parts.append(f"{info.counts.failed:,} failed")
     if info.counts.cancelled:
         parts.append(f"{info.counts.cancelled:,} cancelled")
-    parts.append(f"{info.tokens.completion:,} tokens")
+    parts.append(f"{tokens_so_far(info):,} tokens")
     if speed:
         parts.append(f"{speed:,.1f} tokens/s")
+    if eta is not None:
+        parts.append(f"{time_left(eta)} left")
+    if info.paused and not info.status.is_final:
+        parts.append(f"paused by {info.pause.by}" if info.pause else "paused")
     if info.status in (BatchStatus.CANCELLING, BatchStatus.LOADING):
         parts.append(str(info.status))
     return ", ".join(parts)

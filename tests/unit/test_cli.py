@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 from batchjobs.chat import TEMPLATE_KWARGS
@@ -25,13 +26,13 @@ from batchjobs.settings import Settings
 from tests.support.command_line import CommandLine, command_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["command_line"]
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "sqlalchemy", "pydantic", "redis", "rq", "rich", "alembic", "psycopg")
-GROUPS = {"db": ("upgrade", "current", "check"), "config": ("show",)}
+GROUPS = {"db": ("upgrade", "current", "check"), "config": ("show",), "model": ("update", "list")}
 ALL_COMMANDS = [(), *((name,) for name in COMMANDS), *((g, name) for g, names in GROUPS.items() for name in names)]
 
 
@@ -94,10 +95,35 @@ def test_every_command_is_documented(command: tuple[str, ...]) -> None:
     assert f"batchjobs {' '.join(command)}" in (ROOT / "docs" / "cli.md").read_text()
 
 
+def options_of(command: click.Command) -> Iterator[str]:
+    """The long names of its options and of those below it, hidden ones left out."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            yield from (name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--"))
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None
+            yield from options_of(child)
+
+
+def test_every_option_is_documented() -> None:
+    said = set(re.findall(r"--[a-z][a-z-]*", (ROOT / "docs" / "cli.md").read_text()))
+    found = set(options_of(main))
+    assert len(found) > 60
+    assert sorted(found - said) == []
+
+
+def test_the_documentation_names_no_option_that_is_not_there() -> None:
+    table = (ROOT / "docs" / "cli.md").read_text().partition("## Options")[2].partition("## ")[0]
+    assert sorted(set(re.findall(r"--[a-z][a-z-]*", table)) - set(options_of(main))) == []
+
+
 def test_the_examples_of_input_lines_are_understood() -> None:
     blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "input.md").read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for number, line in enumerate(lines):
         parse_line(line.encode(), 1, number)
 
@@ -113,6 +139,23 @@ def test_every_setting_and_field_is_documented() -> None:
 def test_shell_completion_works() -> None:
     made = start(_BATCHJOBS_COMPLETE="bash_source")
     assert b"_batchjobs_completion" in made.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("batchjobs ", set(COMMANDS)),
+        ("batchjobs re", {"results", "resume", "retry"}),
+        ("batchjobs model ", {"update", "list"}),
+        ("batchjobs pause --re", {"--reason", "--release"}),
+        ("batchjobs model update --inflight ", {"recompute", "keep", "finish", "restart"}),
+    ],
+)
+def test_completion_lists_commands_and_options(words: str, found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    completion = BashComplete(main, {}, "batchjobs", "_BATCHJOBS_COMPLETE")
+    assert {line.partition(",")[2] for line in completion.complete().splitlines()} == found
 
 
 # ----------------------------------------------------------------------------------------------------- exit codes

@@ -185,21 +185,28 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     bench.bench = lambda **options: made.append(options)  # type: ignore[attr-defined]
     engine = ModuleType("workers.engine")
     engine.EngineConfig = EngineConfig  # type: ignore[attr-defined]
-    engine.Engine = lambda model, config: (model, config)  # type: ignore[attr-defined]
+    engine.Engine = lambda model, config, revision: (model, config, revision)  # type: ignore[attr-defined]
     engine.EngineLoop = lambda engine: engine  # type: ignore[attr-defined]
     for module in (daemon, bench, engine):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("workers.logs.log_to_stderr", lambda: None)
+    monkeypatch.setattr(
+        "workers.logs.log_to_stderr", lambda form, *, worker, settings: made.append({"log": form, "worker": worker})
+    )
     (tmp_path / "m.gguf").touch()
     return made
 
 
 def test_worker_hands_settings_and_engine_on(command_line: CommandLine, calls: list[Any], tmp_path: Path) -> None:
-    done = command_line.run("worker", "-m", "m.gguf", "--device", "cpu", "--num-blocks", 9, "--burst", "--name", "w")
+    done = command_line.run(
+        "worker", "-m", "m.gguf", "--device", "cpu", "--num-blocks", 9, "--burst", "--name", "w", "--revision", "r1",
+        "--log-format", "json", "--metrics-port", 9411, "--metrics-host", "::1",
+    )  # fmt: skip
     assert (done.exit_code, done.output) == (7, "")
-    (call,) = calls
+    log, call = calls
+    assert log == {"log": "json", "worker": "w"}
     model = str(tmp_path / "m.gguf")
-    assert call["loop"] == (model, EngineConfig(device="cpu", num_blocks=9))  # and the engine's own defaults
+    assert call["loop"] == (model, EngineConfig(device="cpu", num_blocks=9), "r1")  # and the engine's own defaults
+    assert (call["settings"].metrics_port, call["settings"].metrics_host) == (9411, "::1")
     assert (call["settings"].model, call["burst"], call["name"], call["until"]) == (model, True, "w", None)
 
 
@@ -213,7 +220,8 @@ def test_worker_says_which_model_it_takes_for_want_of_a_name(
     refused = command_line.run("worker")
     assert refused.exit_code == 2
     assert "no model is given; name one with --model" in refused.stderr
-    assert len(calls) == 1
+    assert [call["log"] for call in calls if "log" in call] == ["text"]
+    assert len(calls) == 2
 
 
 def test_a_worker_ends_with_the_command_that_started_it(command_line: CommandLine, calls: list[Any]) -> None:
@@ -221,13 +229,13 @@ def test_a_worker_ends_with_the_command_that_started_it(command_line: CommandLin
 
     command_line.run("worker", "-m", "m.gguf", "--parent", os.getppid())
     command_line.run("worker", "-m", "m.gguf", "--parent", os.getpid())
-    assert [call["until"]() for call in calls] == [False, True]
+    assert [call["until"]() for call in calls if "until" in call] == [False, True]
 
 
 def test_without_torch_the_worker_says_what_to_install(
     command_line: CommandLine, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(model: str, config: object) -> None:
+    def missing(model: str, config: object, revision: object) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
     monkeypatch.setattr(sys.modules["workers.engine"], "Engine", missing)

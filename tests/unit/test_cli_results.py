@@ -15,7 +15,7 @@ import pytest
 from batchjobs.cli.console import print_table
 from batchjobs.cli.files import output
 from batchjobs.errors import UsageError
-from batchjobs.types import FinishReason, PromptScores, RequestStatus
+from batchjobs.types import FinishReason, PromptScores, RequestStatus, VersionSpan
 from tests.support.answers import answer, answer_all, failure
 from tests.support.command_line import CommandLine, command_line
 
@@ -28,6 +28,7 @@ KEYS = [
     "custom_id", "index", "status", "text", "finish_reason", "model", "model_version", "prompt_tokens",
     "completion_tokens", "cached_tokens", "token_ids", "logprobs", "top_logprobs", "token_times", "created_at",
     "started_at", "first_token_at", "finished_at", "worker", "attempt", "error", "tokens",
+    "version_spans",
 ]  # fmt: skip
 SCORES = PromptScores(
     token_ids=(72, 105), tokens=("H", "i"), logprobs=(None, -0.75), top_logprobs=(None, ((105, -0.75, "i"),))
@@ -115,7 +116,7 @@ def test_with_several_choices_the_line_is_the_first_ones_and_has_them_all(comman
     ]
     assert list(row["choices"][1]) == [
         "choice", "status", "text", "finish_reason", "completion_tokens", "token_ids", "logprobs", "top_logprobs",
-        "token_times", "started_at", "first_token_at", "finished_at", "error", "tokens",
+        "token_times", "started_at", "first_token_at", "finished_at", "error", "tokens", "version_spans",
     ]  # fmt: skip
     assert row["choices"][1]["tokens"] == list("green")
     assert row["choices"][0] == {"choice": 0, **{k: row[k] for k in row["choices"][0] if k != "choice"}}
@@ -160,6 +161,45 @@ def test_show_prints_every_choice(command_line: CommandLine) -> None:
         assert line in shown
     found = command_line.json("show", f"{batch}/0")
     assert [choice["text"] for choice in found["choices"]] == ["red", "green", ""]
+
+
+SPANS = (
+    VersionSpan(version="sha256:aa", from_token=0, worker="w1", attempt=1),
+    VersionSpan(version="sha256:bb", from_token=2, worker="w\x1b2", attempt=3),
+)
+
+
+def test_every_form_says_which_version_drew_which_tokens(command_line: CommandLine) -> None:
+    """A-eng-04: an answer of two versions is marked, with the token at which they changed."""
+    batch = command_line.submit({"prompt": "Hi"}, {"prompt": "Ho"})
+    store = command_line.store()
+    answer_all(
+        store,
+        batch,
+        lambda request: answer(
+            request, "Hello", version_spans=SPANS[: 2 - request.index], model_version=SPANS[1 - request.index].version
+        ),
+    )
+    store.close()
+    written = [
+        {"version": "sha256:aa", "from_token": 0, "worker": "w1", "attempt": 1},
+        {"version": "sha256:bb", "from_token": 2, "worker": "w\x1b2", "attempt": 3},
+    ]
+    found = rows(command_line.out("results", batch))
+    assert [(row["model_version"], row["version_spans"]) for row in found] == [
+        ("sha256:bb", written),
+        ("sha256:aa", written[:1]),
+    ]
+    table = csv.DictReader(io.StringIO(command_line.out("results", batch, "--format", "csv")))
+    assert [json.loads(row["version_spans"]) for row in table] == [written, written[:1]]
+    bodies = [row["response"]["body"] for row in rows(command_line.out("results", batch, "--format", "openai"))]
+    assert [body["system_fingerprint"] for body in bodies] == ["sha256:bb", "sha256:aa"]
+    mixed, plain = (command_line.out("show", f"{batch}/{index}") for index in (0, 1))
+    shown = [line.split() for line in mixed.splitlines()]
+    assert ["0", "to", "1", "sha256:aa", "w1", "1"] in shown
+    assert ["2", "to", "4", "sha256:bb", "w\\x1b2", "3"] in shown
+    assert "0 to" not in plain
+    assert command_line.json("show", f"{batch}/0")["version_spans"] == written
 
 
 def test_prompt_scores_are_there_where_they_were_asked_for(command_line: CommandLine) -> None:

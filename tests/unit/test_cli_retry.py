@@ -193,7 +193,7 @@ def test_show_tells_how_far_a_request_is(command_line: CommandLine) -> None:
     shown = command_line.out("show", f"{batch}/0").splitlines()
     assert shown[-5:] == ["2 tokens so far of choice 0", " t0 t1", "", "3 tokens so far of choice 1", " t0 t1 t2"]
     assert command_line.json("show", f"{batch}/0")["so_far"] == [
-        {"choice": 0, "tokens": 2, "text": " t0 t1"},
-        {"choice": 1, "tokens": 3, "text": " t0 t1 t2"},
+        {"choice": 0, "tokens": 2, "text": " t0 t1", "version_spans": []},
+        {"choice": 1, "tokens": 3, "text": " t0 t1 t2", "version_spans": []},
     ]
     assert command_line.json("show", f"{batch}/1")["so_far"] == []

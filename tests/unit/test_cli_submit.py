@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchjobs import Client
+from batchjobs.cli.run import why_idle
 from batchjobs.store import WorkerFigures, WorkerInfo
 from batchjobs.types import ShardId
 from tests.support.answers import answer, answer_all, failure
@@ -81,6 +83,21 @@ def test_options_fill_what_lines_leave_open(command_line: CommandLine) -> None:
         {"prompt": "b", "max_tokens": 9, "seed": 1, **rest},
         {"messages": chat, "max_tokens": 5, "seed": 7, **rest},
     ]
+
+
+def test_lines_are_pinned_to_a_version(command_line: CommandLine) -> None:
+    batch = command_line.submit(
+        {"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 1, "model_version": "sha256:own"},
+        options=("--model-version", "sha256:all", "--key", "k"),
+    )  # fmt: skip
+    assert [body["model_version"] for body in bodies(command_line, batch)] == ["sha256:all", "sha256:own"]
+    line = json.dumps({"prompt": "a", "seed": 1}).encode()
+    other = command_line.run("submit", "-", "--key", "k", "--model-version", "sha256:other", stdin=line)
+    assert other.exit_code == 2
+    assert "'k' was used for batch" in other.stderr
+    long = command_line.run("submit", "-", "--model-version", "v" * 201, stdin=line)
+    assert (long.exit_code, long.stdout) == (2, "")
+    assert "cannot be used: model_version is longer than 200 characters" in long.stderr
 
 
 def test_an_impossible_option_is_refused(command_line: CommandLine) -> None:
@@ -210,7 +227,7 @@ def test_status_as_json(command_line: CommandLine) -> None:
     finish(command_line, batch, failing=1)
     status = command_line.json("status", batch)
     assert status["status"] == "completed"
-    assert status["tokens"] == {"prompt": 10, "completion": 5}
+    assert status["tokens"] == {"prompt": 10, "completion": 5, "in_progress": 0}
     assert status["failures"] == {"context_length_exceeded": 1}
 
 
@@ -290,13 +307,60 @@ def test_one_request_is_cancelled(command_line: CommandLine) -> None:
     assert command_line.run("cancel", batch, "--request", f"{batch}/1").exit_code == 2
 
 
+def test_a_request_that_had_ended_is_told_to_be_too_late(command_line: CommandLine) -> None:
+    """A-eng-06."""
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"})
+    assert command_line.run("cancel", "--request", f"{batch}/0", "--yes").stderr == f"request {batch}/0: cancelled\n"
+    again = command_line.run("cancel", "--request", f"{batch}/0", "--yes")
+    assert (again.exit_code, again.stderr) == (0, f"request {batch}/0: it was cancelled before\n")
+    finish(command_line, batch)
+    late = command_line.run("cancel", "--request", f"{batch}/1", "--yes")
+    assert late.stderr == f"request {batch}/1: too late to cancel, it had ended before: completed\n"
+    assert command_line.json("cancel", "--request", f"{batch}/1", "--yes")["status"] == "completed"
+
+
+def test_cancel_waits_for_what_the_worker_makes_of_it(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A-eng-06: whether the order or the answer came first, the store decides, and the command says it."""
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"}, options=("--shard-size", 1))
+    store = command_line.store()
+    leases = store.claim([ShardId(batch, 0), ShardId(batch, 1)], "w1", 3600)
+    held = "; it is still with a worker, which ends it within seconds if it lives\n"
+    assert command_line.run("cancel", "--request", f"{batch}/0").stderr == f"request {batch}/0: running{held}"
+    store.register_worker(
+        WorkerInfo(name="w1", host="h", pid=5, device="cpu", dtype="float32", model="m", model_version="v")
+    )
+
+    def woken() -> None:
+        for lease in leases:
+            store.record([(lease, answer(request)) for request in store.pending_requests(lease)][:1])
+
+    monkeypatch.setattr(command_line.queue, "wake", woken)
+    late = command_line.run("cancel", "--request", f"{batch}/0")
+    assert late.stderr == f"request {batch}/0: too late to cancel, it had ended before: completed\n"
+    assert command_line.run("cancel", batch).stderr == f"batch {batch}: 0 cancelled, 2 completed\n"
+    store.close()
+
+
+def test_cancel_says_what_a_worker_still_holds(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b"}, options=("--shard-size", 1))
+    store = command_line.store()
+    store.claim([ShardId(batch, 0)], "w1", 3600)
+    store.close()
+    assert command_line.run("cancel", batch).stderr == (
+        f"batch {batch}: 1 cancelled, 0 completed; 1 request is still with a worker, which ends it within seconds "
+        "if it lives\n"
+    )
+
+
 def test_nothing_is_asked_where_nobody_can_answer(command_line: CommandLine) -> None:
     batch = command_line.submit({"prompt": "a"})
     assert command_line.run("cancel", batch).exit_code == 0
 
 
 def test_on_a_terminal_cancel_asks_first(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchjobs.cli.cancel._is_asked", lambda: True)
+    monkeypatch.setattr("batchjobs.cli.asking.is_asked", lambda: True)
     batch = command_line.submit({"prompt": "a"})
     refused = command_line.run("cancel", batch, stdin=b"n\n")
     assert refused.exit_code == 130
@@ -318,9 +382,44 @@ def test_status_says_when_nobody_can_work_on_a_batch(command_line: CommandLine) 
     store = command_line.store()
     shown = {"host": "h", "pid": 5, "device": "cpu", "dtype": "float32", "model_version": "v"}
     store.register_worker(WorkerInfo(name="w1", model="small", **shown))  # type: ignore[arg-type]
-    assert "note: no living worker has the model that the batch asks for, /models/big.gguf" in (
+    store.register_worker(WorkerInfo(name="w2", model="big", serves=("big", "/other/big.gguf"), **shown))  # type: ignore[arg-type]
+    missing = "note: no living worker has the model that the batch asks for, /models/big.gguf (there is "
+    assert f"{missing}/other/big.gguf, big, small); `batchjobs worker --model` or" in (
         command_line.run("status", batch).stderr
     )
-    store.register_worker(WorkerInfo(name="w2", model="big", **shown))  # type: ignore[arg-type]
+    store.register_worker(WorkerInfo(name="w3", model="big", serves=("big", "/models/big.gguf"), **shown))  # type: ignore[arg-type]
+    assert command_line.json("status", batch)["note"] is None
+    store.close()
+
+
+def test_run_says_when_its_worker_leaves_the_batch_alone(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, options=("--model-version", "v2"))
+    with Client(home=command_line.home) as client:
+        info = client.store.batch(batch)
+        assert why_idle(client, info) is None, "its worker may be loading still"
+        client.store.register_worker(
+            WorkerInfo(name="w1", host="h", pid=5, device="cpu", dtype="float32", model="m", model_version="v1")
+        )
+        assert str(why_idle(client, info)).startswith("requests of the batch are pinned to version v2 of the model")
+        client.store.claim([ShardId(batch, 0)], "w1", 60)
+        assert why_idle(client, client.store.batch(batch)) is None
+
+
+def test_status_says_which_pinned_version_is_missing(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b", "model_version": "v2"})
+    store = command_line.store()
+    shown = {"host": "h", "pid": 5, "device": "cpu", "dtype": "float32", "model": "m"}
+    store.register_worker(WorkerInfo(name="w1", model_version="v1", **shown))  # type: ignore[arg-type]
+    assert command_line.json("status", batch)["note"] == (
+        "requests of the batch are pinned to version v2 of the model, and no living worker has it (there is v1); "
+        "`batchjobs model list` says what it was loaded from"
+    )
+    store.register_worker(WorkerInfo(name="w2", model_version="v2", **shown))  # type: ignore[arg-type]
+    assert command_line.json("status", batch)["note"] is None
+    store.pause_worker("w2", by="ada@n1", reason="rest")
+    note = command_line.json("status", batch)["note"]
+    assert note.startswith("the worker that could go on with it is paused (w2), by ada@n1 since ")
+    assert note.endswith("Z: rest; `batchjobs resume` lets them go on")
+    store.resume_worker("w2")
     assert command_line.json("status", batch)["note"] is None
     store.close()

@@ -228,6 +228,23 @@ def test_labels_are_kept() -> None:
     assert body["metadata"] == {"k": [1, "v"]}
 
 
+def test_a_line_may_be_pinned_to_a_version_of_the_model() -> None:
+    plain, in_openai = {"prompt": "a"}, completion()
+    for line, fields in ((plain, plain), (in_openai, in_openai["body"])):
+        assert parse(line).model_version is None
+        assert parse_line(json.dumps(line).encode(), 1, 0, Defaults(model_version="v1")).model_version == "v1"
+        fields["model_version"] = "sha256:0123456789abcdef"
+        pinned = parse_line(json.dumps(line).encode(), 1, 0, Defaults(model_version="v1"))
+        assert pinned.model_version == "sha256:0123456789abcdef"
+        assert not hasattr(pinned.sampling, "model_version")
+        fields["model_version"] = None
+        assert parse_line(json.dumps(line).encode(), 1, 0, Defaults(model_version="v1")).model_version == "v1"
+    assert refusal({**in_openai, "body": {"prompt": "a", "model_version": 5}}) == (
+        "body.model_version",
+        "model_version must be a string, not an integer",
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "field", "message"),
     [
@@ -276,6 +293,10 @@ def test_labels_are_kept() -> None:
         ({"prompt": "a", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "min_tokens must be from 0 to max_tokens, not 1"),
         ({"prompt": "a", "metadata": "x"}, "metadata", "metadata must be an object, not a string"),
         ({"prompt": "a", "model": ""}, "model", "model must not be empty"),
+        ({"prompt": "a", "model_version": ""}, "model_version", "model_version must not be empty"),
+        ({"prompt": "a", "model_version": ["v"]}, "model_version", "model_version must be a string, not a list"),
+        ({"prompt": "a", "model_version": "v" * 201}, "model_version", "model_version is longer than 200 characters"),
+        ({"prompt": "a", "modelversion": "v"}, "modelversion", 'unknown field "modelversion"; did you mean model_version?'),
         ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs", "chat_template_kwargs is only for chats"),
         ({"messages": []}, "messages", "messages must not be empty"),
         ({"prompt": "a", "chat_template": "{{ 7*7 }}"}, "chat_template", "chat_template is not supported: a line cannot bring its own template"),
@@ -554,6 +575,8 @@ def test_impossible_defaults_are_refused_at_once() -> None:
         Defaults({"temperature": 3})
     with pytest.raises(UsageError, match='unknown sampling field "max_token"; did you mean max_tokens'):
         Defaults({"max_token": 3})
+    with pytest.raises(UsageError, match="cannot be used: model_version must not be empty"):
+        Defaults(model_version="")
 
 
 def test_system_goes_in_front_of_chats_without_one() -> None:

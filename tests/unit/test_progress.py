@@ -52,8 +52,8 @@ def test_off_a_terminal_there_is_one_line_every_five_seconds(clock: Clock, capsy
         shown.show(replace(at(8, 440), status=BatchStatus.COMPLETED, finished_at=NOW + timedelta(seconds=11)))
     assert capsys.readouterr().err.splitlines() == [
         "0 of 10 done, 2 running, 0 tokens",
-        "2 of 10 done, 2 running, 200 tokens, 1,493.2 tokens/s",
-        "5 of 10 done, 2 running, 400 tokens, 51.0 tokens/s",
+        "2 of 10 done, 2 running, 200 tokens, 1,493.2 tokens/s, about 1 s left",
+        "5 of 10 done, 2 running, 400 tokens, 51.0 tokens/s, about 8 s left",
         "8 of 10 done, 2 running, 440 tokens, 40.0 tokens/s",
     ]
 

@@ -212,7 +212,14 @@ def test_a_key_gives_the_same_batch_again(sqlite: Store, queue: Queue, send: Sen
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model": "m"}, {"defaults": Defaults({"seed": 1})}, {"defaults": Defaults(system="s")}, {}]
+    "changes",
+    [
+        {"model": "m"},
+        {"defaults": Defaults({"seed": 1})},
+        {"defaults": Defaults(system="s")},
+        {"defaults": Defaults(model_version="v")},
+        {},
+    ],
 )
 def test_a_key_refuses_other_content(sqlite: Store, send: Send, changes: dict[str, Any]) -> None:
     send(prompts(3), key="k")
