@@ -171,6 +171,11 @@ class _Run:
             self._add(event.index)
         elif event.action == "cancel":
             self._cancel(self.case.requests[event.index].request_id)
+        elif event.action == "suspend":
+            self.engine.suspend([self.case.requests[event.index].request_id])
+            self.counts["suspended"] += self.engine.stats().suspended
+        elif event.action == "resume":
+            self.engine.resume([self.case.requests[event.index].request_id])
         elif event.action == "stray":
             if self.engine.cancel(STRANGER) is not None:
                 raise Broken("a request that never was has been cancelled")
@@ -223,6 +228,7 @@ class _Run:
             "requests": len(self.live),
             "running": stats.running,
             "waiting": stats.waiting,
+            "suspended": stats.suspended,
             "pages": engine.pool.capacity - engine.pool.free,
             "offloaded pages": stats.offloaded_pages,
             "outputs": len(engine.settle()),

@@ -41,6 +41,7 @@ FEATURES = (
     "offload",
     "async",
     "sharing",
+    "suspensions",
 )
 
 
@@ -54,7 +55,8 @@ class CaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happens before step ``step``: ``add``, ``cancel`` (``index`` is the request), ``stray`` or ``settle``."""
+    """What happens before step ``step``: ``add``, ``cancel``, ``suspend``, ``resume`` (``index`` is the request),
+    ``stray`` or ``settle``."""
 
     step: int
     action: str
@@ -198,8 +200,21 @@ def _draw_events(rng: random.Random, features: Sequence[str], requests: list[Cas
         keyed += [(s, Event(s, "stray")) for s in _some_steps(rng, 0.2)]
     if "async" in features:
         keyed += [(s, Event(s, "settle")) for s in _some_steps(rng, 0.3)]
+    if "suspensions" in features and rng.random() < 0.4:
+        keyed += _draw_suspensions(rng, len(requests))
     keyed.sort(key=lambda pair: pair[0])
     return tuple(event for _, event in keyed)
+
+
+def _draw_suspensions(rng: random.Random, requests: int) -> list[tuple[float, Event]]:
+    """Each of them is resumed, some twice, some before they are there."""
+    found: list[tuple[float, Event]] = []
+    for _ in range(rng.randint(1, 2 * requests)):
+        index, at = rng.randrange(requests), rng.choice((rng.randint(0, 8), rng.randint(0, 60)))
+        found.append((at + 0.5, Event(at, "suspend", index)))
+    last = {event.index: event.step for _, event in sorted(found, key=lambda pair: pair[0])}
+    resumed = [(index, step + rng.randint(0, 30)) for index, step in last.items()]
+    return found + [(at + 0.6, Event(at, "resume", index)) for index, at in resumed]
 
 
 def _some_steps(rng: random.Random, chance: float) -> list[int]:

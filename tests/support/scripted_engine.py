@@ -7,7 +7,7 @@ in an engine with double buffering, a step's tokens are known at the next step, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 
@@ -87,7 +87,9 @@ class ScriptedEngine:
         self._allowed = threading.Semaphore(0)
         self._waiting: dict[Hashable, _Sequence] = {}
         self._running: dict[Hashable, _Sequence] = {}
+        self._suspended: dict[Hashable, _Sequence] = {}
         self._flight: list[_Sequence] = []
+        self._ended: list[EngineOutput] = []  # while something was suspended
         self._deltas: list[EngineDelta] = []
 
     # For the test
@@ -102,18 +104,18 @@ class ScriptedEngine:
 
     @property
     def requests(self) -> set[Hashable]:
-        return {*self._waiting, *self._running}
+        return {*self._waiting, *self._running, *self._suspended}
 
     # For the loop
 
     def add(self, request: EngineRequest) -> None:
         self.threads.add(threading.get_ident())
         assert request.request_id not in self.requests
-        self._waiting[request.request_id] = _Sequence(request)
+        (self._suspended if request.suspended else self._waiting)[request.request_id] = _Sequence(request)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._flight)
+        return bool(self._waiting or self._running or self._flight or self._ended)
 
     def step(self) -> list[EngineOutput]:
         self.threads.add(threading.get_ident())
@@ -136,8 +138,22 @@ class ScriptedEngine:
 
     def cancel(self, request_id: Hashable) -> EngineOutput | None:
         self.threads.add(threading.get_ident())
-        sequence = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)
+        places = (self._running, self._waiting, self._suspended)
+        sequence = next((found for place in places if (found := place.pop(request_id, None)) is not None), None)
         return sequence.output(FinishReason.CANCELLED, self.vocabulary) if sequence is not None else None
+
+    def suspend(self, request_ids: Iterable[Hashable]) -> None:
+        self.threads.add(threading.get_ident())
+        self._ended += self._collect()
+        for name in request_ids:
+            if (sequence := self._running.pop(name, None) or self._waiting.pop(name, None)) is not None:
+                self._suspended[name] = sequence
+
+    def resume(self, request_ids: Iterable[Hashable]) -> None:
+        self.threads.add(threading.get_ident())
+        for name in request_ids:
+            if (sequence := self._suspended.pop(name, None)) is not None:
+                self._waiting[name] = sequence
 
     def take_deltas(self) -> list[EngineDelta]:
         self.threads.add(threading.get_ident())
@@ -146,7 +162,8 @@ class ScriptedEngine:
 
     def progress(self) -> dict[Hashable, tuple[Progress, ...]]:
         self.threads.add(threading.get_ident())
-        running = {name: sequence for name, sequence in self._running.items() if sequence.tokens}
+        live = {**self._running, **self._waiting, **self._suspended}
+        running = {name: sequence for name, sequence in live.items() if sequence.tokens}
         return {name: sequence.progress() for name, sequence in running.items()}
 
     def warmup(self) -> None:
@@ -156,6 +173,7 @@ class ScriptedEngine:
         known = {
             "running": len(self._running),
             "waiting": len(self._waiting),
+            "suspended": len(self._suspended),
             "unbegun": len(self._waiting),
             "steps": self.steps,
         }
@@ -163,7 +181,7 @@ class ScriptedEngine:
 
     def _collect(self) -> list[EngineOutput]:
         flight, self._flight = self._flight, []
-        ended = []
+        ended, self._ended = self._ended, []
         for sequence in flight:
             name, sampling = sequence.request.request_id, sequence.request.sampling
             if name not in self._running:  # cancelled while the step ran

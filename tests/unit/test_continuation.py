@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from batchjobs.types import FinishReason, Progress
+from batchjobs.types import FinishReason, Progress, VersionSpan
 from tests.fuzz.drive import Log, Report, Watch, _Run, build_engine, run_case
 from tests.fuzz.engine_cases import Case, draw_case
 from tests.fuzz.models import FuzzModel, Models
@@ -53,6 +53,7 @@ def stored(part: Progress) -> Progress:
         token_times=tuple(known["token_times"]),
         top_logprobs=tops and tuple(tuple((i, p, _text(text)) for i, p, text in best) for best in tops),
         started_at=datetime.fromisoformat(known["started_at"]),
+        version_spans=tuple(VersionSpan(**span) for span in known["version_spans"]),
     )
 
 
@@ -102,6 +103,7 @@ def whole(output: EngineOutput) -> Parts:
             token_times=each.token_times,
             top_logprobs=each.top_logprobs,
             started_at=each.started_at,
+            version_spans=each.version_spans,
         )
         for each in output.choices
     )

@@ -16,7 +16,18 @@ from tests.support.models import FAMILIES, solo_greedy
 from workers.engine import SamplingParams
 
 BLOCKS = 6  # of 50 cases each
-MET = ("chunks", "preemptions", "offloads", "prefix hits", "zombies", "cancelled", "refused", "failed", "scores")
+MET = (
+    "chunks",
+    "preemptions",
+    "offloads",
+    "prefix hits",
+    "zombies",
+    "cancelled",
+    "refused",
+    "failed",
+    "scores",
+    "suspended",
+)
 """What every block has to have met, so that it cannot pass by doing nothing hard."""
 
 

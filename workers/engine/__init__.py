@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from workers.engine.observer import EngineObserver
     from workers.engine.outbox import StreamPiece
     from workers.engine.requests import EngineDelta, EngineOutput, EngineRequest, EngineStats, PromptError
+    from workers.engine.update import StagedModel, UpdateRefused, UpdateReport
 
 __all__ = [
     "Engine",
@@ -30,7 +31,10 @@ __all__ = [
     "EngineStopped",
     "PromptError",
     "SamplingParams",
+    "StagedModel",
     "StreamPiece",
+    "UpdateRefused",
+    "UpdateReport",
 ]
 
 _HOMES = {
@@ -47,6 +51,9 @@ _HOMES = {
     "EngineStats": "workers.engine.requests",
     "PromptError": "workers.engine.requests",
     "SamplingParams": "batchjobs.types",
+    "StagedModel": "workers.engine.update",
+    "UpdateRefused": "workers.engine.update",
+    "UpdateReport": "workers.engine.update",
 }
 
 

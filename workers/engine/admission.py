@@ -14,11 +14,12 @@ from workers.engine.text import StopMatcher, Vocabulary
 
 if TYPE_CHECKING:
     from workers.engine.pages import PagePool
-    from workers.engine.structured import GrammarCompiler
+    from workers.engine.structured import GrammarCompiler, GrammarMatcher
 
 
 class Admission:
-    """Knows the limits of the model and of the cache. ``max_chunk`` is the most rows that a sequence has in a step."""
+    """Knows the limits of the model and of the cache. ``max_chunk`` is the most rows that a sequence has in a step;
+    ``seeds`` gives those of requests without one."""
 
     def __init__(
         self,
@@ -30,7 +31,8 @@ class Admission:
         eos_ids: frozenset[int],
         vocabulary: Vocabulary,
         grammars: GrammarCompiler,
-        seed: int | None,
+        version: str,
+        seeds: random.Random,
     ) -> None:
         self._pool = pool
         self._max_chunk = max_chunk
@@ -39,19 +41,22 @@ class Admission:
         self._eos_ids = eos_ids
         self._vocabulary = vocabulary
         self._grammars = grammars
-        self._seeds = random.Random(seed)
+        self.version = version
+        self.seeds = seeds
 
-    def sequences(self, request: EngineRequest) -> list[Sequence]:
+    def sequences(self, request: EngineRequest, *, seed: int | None = None) -> list[Sequence]:
         """One sequence a choice. The first that has not ended has the others as its followers; where nothing is
-        generated, only the first ever runs. Choices that were begun elsewhere go on, or have ended.
+        generated, only the first ever runs. Choices that were begun elsewhere go on, or have ended. ``seed`` is that of
+        a request without one which has drawn one before.
 
         Raises:
             PromptError: The request can never run.
         """
         self._check(request)
         sampling = request.sampling
-        seed = self._seeds.getrandbits(53) if sampling.seed is None else sampling.seed
-        grammar = self._grammars.matcher(sampling.response_format) if sampling.response_format is not None else None
+        if seed is None:
+            seed = self.seeds.getrandbits(53) if sampling.seed is None else sampling.seed
+        grammar = self.grammar(request)
         stop_ids, texts = self._stops(request)
         begun = begun_parts(request)
 
@@ -61,6 +66,7 @@ class Admission:
                 choice=choice,
                 limit=min(sampling.max_tokens, self._max_model_len - len(request.prompt_ids)),
                 seed=seed,
+                version=self.version,
                 stop_ids=stop_ids,
                 stop_matcher=StopMatcher(texts, self._vocabulary, from_token=sampling.min_tokens) if texts else None,
                 grammar=grammar.fork() if grammar is not None else None,
@@ -84,6 +90,15 @@ class Admission:
         for sequence in sequences:
             sequence.fail(reason.code, reason.message)
         return sequences
+
+    def grammar(self, request: EngineRequest) -> GrammarMatcher | None:
+        """At the beginning of its response format. Raises PromptError."""
+        wanted = request.sampling.response_format
+        return None if wanted is None else self._grammars.matcher(wanted)
+
+    def stop_ids(self, request: EngineRequest) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._stops(request)[0]
 
     def _stops(self, request: EngineRequest) -> tuple[frozenset[int], SequenceOf[str]]:
         """Ids and texts that end an answer."""

@@ -70,6 +70,10 @@ class KVCache:
     def layer(self, index: int) -> LayerCache:
         return self._buffers[self._buffer_of[index]]
 
+    def release(self) -> None:
+        """Let go of the memory."""
+        self._buffers = []
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All page tensors, keys and values in turn; the first axis of each is the page."""

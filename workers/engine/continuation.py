@@ -69,12 +69,20 @@ def _replay(sequence: Sequence, begun: Progress, vocab_size: int) -> str | None:
     if sequence.request.sampling.top_logprobs:
         tops = begun.top_logprobs or ()
         lengths.add(len(tops))
-    for token, logprob, seconds, top in zip(begun.token_ids, begun.logprobs, begun.token_times, tops, strict=False):
+    fault = "its lists differ in length" if len(lengths) > 1 else None
+    maker, spans = sequence.maker, {span.from_token: span for span in begun.version_spans}
+    parts = zip(begun.token_ids, begun.logprobs, begun.token_times, tops, strict=False)
+    for position, (token, logprob, seconds, top) in enumerate(parts):
         if sequence.is_finished or sequence.limit == 0:
-            return "the answer ends there"
+            fault = "the answer ends there"
+            break
         if not 0 <= token < vocab_size:
-            return f"token {token} is outside the vocabulary"
+            fault = f"token {token} is outside the vocabulary"
+            break
         if seconds < (sequence.times[-1] if sequence.times else 0.0):
-            return "its times go backwards"
+            fault = "its times go backwards"
+            break
+        sequence.maker = spans.get(position, sequence.maker)
         sequence.take(token, logprob, top, seconds)
-    return "its lists differ in length" if len(lengths) > 1 else None
+    sequence.maker = maker
+    return fault

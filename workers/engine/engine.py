@@ -15,23 +15,20 @@ from typing import Any
 
 import torch
 
-from batchjobs.types import FinishReason, Progress, SamplingParams
-from workers.engine.admission import Admission
+from batchjobs.types import FinishReason, Inflight, Progress, SamplingParams
 from workers.engine.batch import pack
 from workers.engine.config import EngineConfig
+from workers.engine.generation import generate
+from workers.engine.inflight import Restart, live_choices
 from workers.engine.models import choose_device, load_model
 from workers.engine.observer import EngineObserver
-from workers.engine.offload import HostPool
-from workers.engine.pages import PagePool
-from workers.engine.pipeline import Pipeline, Step
-from workers.engine.progress import progress
-from workers.engine.prompts import PromptEncoder
+from workers.engine.parts import Parts, assemble
+from workers.engine.pipeline import Step
 from workers.engine.requests import EngineDelta, EngineOutput, EngineRequest, EngineStats, PromptError
-from workers.engine.runner import Runner, StepResult
-from workers.engine.scheduler import Scheduler
+from workers.engine.runner import StepResult
 from workers.engine.sequence import Sequence
-from workers.engine.structured import GrammarCompiler
-from workers.engine.text import Vocabulary
+from workers.engine.staging import StagedModel, stage
+from workers.engine.update import UpdateReport, update
 
 
 class Engine:
@@ -40,6 +37,7 @@ class Engine:
     Args:
         model: A folder, a ``.gguf`` file or a hub id.
         config: See :class:`EngineConfig`.
+        revision: A branch, tag or commit of a hub model.
         observer: Told of what happens in each step; can be set later too.
 
     Raises:
@@ -47,52 +45,41 @@ class Engine:
     """
 
     def __init__(
-        self, model: str, config: EngineConfig | None = None, *, observer: EngineObserver | None = None
+        self,
+        model: str,
+        config: EngineConfig | None = None,
+        *,
+        revision: str | None = None,
+        observer: EngineObserver | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        loaded = load_model(model, device=choose_device(self.config.device), dtype=self.config.dtype)
-        self.model_name = loaded.name
-        self.model_version = loaded.version
+        loaded = load_model(model, device=choose_device(self.config.device), dtype=self.config.dtype, revision=revision)
         self.device = str(loaded.model.device)
-        self.dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self.max_model_len = min(self.config.max_model_len or loaded.max_model_len, loaded.max_model_len)
-        self.vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        self.runner = Runner(loaded, self.config, self.max_model_len)
-        self.prompts = PromptEncoder(loaded.tokenizer, self.vocab_size)
-        self.vocabulary = Vocabulary(loaded.tokenizer)
-        self.pool = PagePool(
-            self.runner.num_pages,
-            self.config.page_size,
-            windows=[group.window for group in self.runner.groups],
-            sharing=self.config.allow_block_sharing,
-        )
-        self.scheduler = Scheduler(
-            self.pool,
-            max_batch_tokens=self.config.max_batch_tokens,
-            max_requests_per_batch=self.config.max_requests_per_batch,
-            policy=self.config.scheduler_type,
-            host=HostPool(self.runner.host_pages),
-        )
+        self._use(assemble(loaded, self.config))
         self.observer = observer or EngineObserver()
-        self._grammars = GrammarCompiler(loaded.tokenizer, self.vocab_size, loaded.eos_ids)
-        self._admission = Admission(
-            pool=self.pool,
-            max_chunk=self.config.max_batch_tokens,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            eos_ids=loaded.eos_ids,
-            vocabulary=self.vocabulary,
-            grammars=self._grammars,
-            seed=self.config.seed,
-        )
-        self._pipeline = Pipeline(self.runner, depth=self._depth(), vocab_size=self.vocab_size)
         self._in_flight: Step | None = None
         self._requests: dict[Hashable, list[Sequence]] = {}  # every choice of each request, until all have ended
         self._ended: list[EngineOutput] = []  # not told of yet
         self._deltas: list[EngineDelta] = []
         self._prompt_tokens = self._generated_tokens = self._recomputed_tokens = self._cached_tokens = 0
+
+    def _use(self, parts: Parts) -> None:
+        """Run these parts from now on."""
+        self._parts = parts
+        self.model_name, self.model_version = parts.loaded.name, parts.loaded.version
+        self.model_details = parts.loaded.details
+        self.dtype = str(parts.loaded.model.dtype).removeprefix("torch.")
+        self.max_model_len, self.vocab_size = parts.max_model_len, parts.vocab_size
+        self.runner, self.pool, self.scheduler, self._pipeline = (
+            parts.runner,
+            parts.pool,
+            parts.scheduler,
+            parts.pipeline,
+        )
+        self.prompts, self.vocabulary = parts.reading.prompts, parts.reading.vocabulary
+        self._grammars, self._admission = parts.reading.grammars, parts.reading.admission
 
     @property
     def observer(self) -> EngineObserver:
@@ -123,8 +110,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether an output is still to come."""
-        return bool(self._requests or self._ended)
+        """Whether an output is still to come without anything being resumed."""
+        return bool(self._ended) or self.scheduler.has_work
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run comes back from the next step, failed with the reason; so does one
@@ -150,7 +137,12 @@ class Engine:
         if leader is None:
             self._complete(sequences)
             return
-        self.scheduler.add(leader)
+        self._schedule(leader)
+
+    def _schedule(self, leader: Sequence, *, again: bool = False) -> None:
+        self.scheduler.add(leader, again=again)
+        if leader.request.suspended:
+            self.scheduler.suspend(live_choices(self._requests[leader.request.request_id]))
         if leader.pending == 0:  # one token to score: nothing precedes it, so there is nothing to compute
             self._end(leader, FinishReason.LENGTH)
 
@@ -163,6 +155,19 @@ class Engine:
         if output is not None:
             self._ended.remove(output)
         return output
+
+    def suspend(self, request_ids: Iterable[Hashable]) -> None:
+        """No token of these requests is made until they are resumed. They keep their places and their cache while
+        nobody else needs them. Ids that are not here are passed over, and so are those that are suspended already."""
+        self._collect()
+        for request_id in request_ids:
+            self.scheduler.suspend(live_choices(self._requests.get(request_id, [])))
+
+    def resume(self, request_ids: Iterable[Hashable]) -> None:
+        """Let suspended requests go on: those that had begun come first again."""
+        self.scheduler.resume(
+            [s for request_id in request_ids for s in live_choices(self._requests.get(request_id, []))]
+        )
 
     def step(self) -> list[EngineOutput]:
         """Run one packed step and return the requests that have ended.
@@ -218,17 +223,7 @@ class Engine:
             PromptError: A prompt cannot be encoded. Nothing was generated.
             ValueError: The numbers of prompts and sampling parameters differ.
         """
-        encoded = [self.encode_prompt(p) for p in prompts]
-        each = _one_each(sampling, len(encoded))
-        for index, (ids, params) in enumerate(zip(encoded, each, strict=True)):
-            self.add(EngineRequest(("generate", index), ids, params))
-        outputs: dict[Hashable, EngineOutput] = {}
-        with progress(len(encoded), shown=progress_bar) as advance:
-            while self.has_work:
-                for output in self.step():
-                    outputs[output.request_id] = output
-                    advance()
-        return [outputs["generate", index] for index in range(len(encoded))]
+        return generate(self, prompts, sampling, progress_bar=progress_bar)
 
     def warmup(self) -> None:
         """Prepare whatever is prepared on first use. Makes no token and holds no page."""
@@ -242,6 +237,7 @@ class Engine:
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
+            suspended=self.scheduler.suspended,
             unbegun=self.scheduler.unbegun,
             kv_usage_ratio=self.pool.usage_ratio,
             prompt_tokens=self._prompt_tokens,
@@ -253,6 +249,46 @@ class Engine:
             offloaded_pages=self.scheduler.host.used,
             steps=self._pipeline.launched,
         )
+
+    # Another model
+
+    def stage(self, source: str, revision: str | None = None) -> StagedModel:
+        """Load another model to the host, and check it. From any thread; the engine goes on meanwhile.
+
+        Raises:
+            UsageError: It is missing, broken, or of a kind that no engine can run; the message says why.
+        """
+        return stage(source, self._parts.loaded, revision=revision)
+
+    def update_model(
+        self,
+        model: StagedModel | str,
+        *,
+        revision: str | None = None,
+        inflight: Inflight | str = Inflight.RECOMPUTE,
+    ) -> UpdateReport:
+        """Go on with another model. See :class:`Inflight` for what becomes of unfinished requests; what is finished
+        here comes out of the next step. Where the model's shape is another one, the engine must be empty but for what
+        is to be finished.
+
+        Raises:
+            UpdateRefused: It cannot be done; the old model is as before.
+            UsageError: As :meth:`stage`; or there is no such policy.
+        """
+        return update(self, self.stage(model, revision) if isinstance(model, str) else model, inflight)
+
+    def _begin_again(self, restarts: Iterable[Restart]) -> None:
+        """Requests that were taken out of the scheduler begin anew, the first one first."""
+        for restart in reversed(list(restarts)):
+            request = restart.request
+            try:
+                sequences = self._admission.sequences(request, seed=restart.seed)
+            except PromptError as reason:
+                del self._requests[request.request_id]
+                self._ended.append(self._output(self._admission.refused(request, reason)))
+                continue
+            self._requests[request.request_id] = sequences
+            self._schedule(sequences[0], again=True)
 
     # One step
 
@@ -289,20 +325,12 @@ class Engine:
             sequence = part.sequence
             if sequence.is_finished:
                 continue
-            if part.scores:
-                self._accept_scores(sequence, result, rows)
+            if part.scores and not sequence.accept_scores(result.scores[rows], result.score_tops, rows):
+                at = len(sequence.prompt_logprobs) + 1
+                reason = f"the model gave logits that are not finite at prompt token {at}"
+                self._fail(sequence, "non_finite_logits", reason)
             if sequence.ending is not None and sequence.is_scored and not sequence.is_finished:
                 self._end(sequence, sequence.ending)
-
-    def _accept_scores(self, sequence: Sequence, result: StepResult, rows: slice) -> None:
-        if any(map(math.isnan, result.scores[rows])):
-            at = len(sequence.prompt_logprobs) + 1
-            self._fail(sequence, "non_finite_logits", f"the model gave logits that are not finite at prompt token {at}")
-            return
-        sequence.prompt_logprobs += result.scores[rows]
-        wanted = sequence.request.sampling.prompt_logprobs
-        if wanted and result.score_tops is not None:
-            sequence.prompt_tops += [top[:wanted] for top in result.score_tops[rows]]
 
     def _take_token(self, number: int, sequence: Sequence, result: StepResult, row: int, now: float) -> None:
         step = sequence.generated + 1
@@ -367,15 +395,3 @@ class Engine:
     def _take_ended(self) -> list[EngineOutput]:
         ended, self._ended = self._ended, []
         return ended
-
-    def _depth(self) -> int:
-        beside = self.config.use_async_batching
-        return 2 if (self.device.startswith("cuda") if beside is None else beside) else 1
-
-
-def _one_each(sampling: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> SequenceOf[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise ValueError(f"{count} prompts but {len(sampling)} sampling parameters: give one for all, or one for each")
-    return sampling

@@ -1,4 +1,5 @@
-"""What callers ask of an :class:`EngineLoop`, until its thread does it: adds, cancels, looks, pauses and a stop."""
+"""What callers ask of an :class:`EngineLoop`, until its thread does it: adds, cancels, suspensions, looks, updates of
+the model, pauses and a stop."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 from workers.engine.requests import EngineRequest
 
 if TYPE_CHECKING:
-    from batchjobs.types import Progress
+    from batchjobs.types import Inflight, Progress
+    from workers.engine.staging import StagedModel
+    from workers.engine.update import UpdateReport
 
 Unfinished = Literal["finish", "cancel", "drop"]
 """What becomes of unfinished requests when the loop stops, in growing order of haste."""
@@ -32,6 +35,7 @@ class Turn(Enum):
 
     APPLY = auto()
     LOOK = auto()
+    UPDATE = auto()
     STEP = auto()
     STAND = auto()
     END = auto()
@@ -44,11 +48,37 @@ class Look:
     seen: dict[Hashable, tuple[Progress, ...]] | None = None
 
 
+@dataclass(slots=True, eq=False)
+class UpdateOrder:
+    """Somebody's wish for another model, and what became of it. ``is_withdrawn``: nobody waits for it any more."""
+
+    staged: StagedModel
+    inflight: Inflight | str
+    report: UpdateReport | None = None
+    error: Exception | None = None
+    is_withdrawn: bool = False
+    is_dropped: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.report is not None or self.error is not None or self.is_dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What was asked for since the last time. Suspensions (True) and resumptions are in their order."""
+
+    added: list[EngineRequest]
+    cancelled: list[Hashable]
+    suspensions: list[tuple[bool, tuple[Hashable, ...]]]
+
+
 class Inbox:
     """Thread-safe, by the re-entrant ``lock``.
 
     ``waiting`` is the number of requests that the engine has and has not begun, as the loop's thread counted last.
-    ``holders`` are the threads that are in a pause or on their way into it, one entry a pause.
+    ``holders`` are the threads that are in a pause or on their way into it, one entry a pause. ``updates`` stay until
+    they have ended.
     """
 
     def __init__(self, lock: threading.RLock, max_queue_size: int) -> None:
@@ -62,7 +92,9 @@ class Inbox:
         self._asked = threading.Condition(lock)
         self._added: deque[EngineRequest] = deque()
         self._cancelled: deque[Hashable] = deque()
+        self._suspensions: deque[tuple[bool, tuple[Hashable, ...]]] = deque()
         self._looks: list[Look] = []
+        self.updates: deque[UpdateOrder] = deque()
 
     @property
     def has_room(self) -> bool:
@@ -91,6 +123,21 @@ class Inbox:
     def cancel(self, request_id: Hashable) -> None:
         with self.lock:
             self._cancelled.append(request_id)
+            self._asked.notify_all()
+
+    def suspend(self, request_ids: tuple[Hashable, ...], *, suspended: bool) -> None:
+        with self.lock:
+            self._suspensions.append((suspended, request_ids))
+            self._asked.notify_all()
+
+    def update(self, order: UpdateOrder) -> None:
+        with self.lock:
+            self.updates.append(order)
+            self._asked.notify_all()
+
+    def withdraw(self, order: UpdateOrder) -> None:
+        with self.lock:
+            order.is_withdrawn = True
             self._asked.notify_all()
 
     def look(self) -> Look:
@@ -124,38 +171,39 @@ class Inbox:
             self.stopping = max(self.stopping or unfinished, unfinished, key=_HASTE.index)
             self._asked.notify_all()
 
-    def next_turn(self, has_work: Callable[[], bool]) -> Turn:
+    def next_turn(self, has_work: Callable[[], bool], is_update_due: Callable[[UpdateOrder], bool]) -> Turn:
         """Waits until something is to be done. Only for the loop's thread, as are the methods after it."""
         with self.lock:
-            while (turn := self._choose(has_work)) is None:
+            while (turn := self._choose(has_work, is_update_due)) is None:
                 self.ticked_at = time.monotonic()
                 self._asked.wait(_TICK_SECONDS)
             self.ticked_at = time.monotonic()
             return turn
 
-    def take_changes(self) -> tuple[list[EngineRequest], list[Hashable]]:
-        """The adds and cancels since the last call."""
+    def take_changes(self) -> Changes:
         with self.lock:
-            added, cancelled = list(self._added), list(self._cancelled)
-            self._added.clear()
-            self._cancelled.clear()
-            self.waiting += len(added)
-            return added, cancelled
+            changes = Changes(list(self._added), list(self._cancelled), list(self._suspensions))
+            for taken in (self._added, self._cancelled, self._suspensions):
+                taken.clear()
+            self.waiting += len(changes.added)
+            return changes
 
     def take_looks(self) -> list[Look]:
         with self.lock:
             looks, self._looks = self._looks, []
             return looks
 
-    def _choose(self, has_work: Callable[[], bool]) -> Turn | None:
+    def _choose(self, has_work: Callable[[], bool], is_update_due: Callable[[UpdateOrder], bool]) -> Turn | None:
         if self.stopping in ("cancel", "drop"):
             return Turn.END
         if self.holders and not self.is_standing:
             return Turn.STAND
-        if self._added or self._cancelled:
+        if self._added or self._cancelled or self._suspensions:
             return Turn.APPLY
         if self._looks:
             return Turn.LOOK
+        if self.updates and (self.stopping or is_update_due(self.updates[0])):
+            return Turn.UPDATE
         if self.holders:
             return None
         self.is_standing = False

@@ -162,6 +162,13 @@ def probe_layers(model: PreTrainedModel, source: str) -> list[tuple[torch.nn.Mod
     return found
 
 
+def unbind(model: PreTrainedModel) -> None:
+    """Let go of the pages that its layers are bound to."""
+    for module in model.modules():
+        if hasattr(module, "paged_attention"):
+            del module.paged_attention
+
+
 def _listen(
     model: PreTrainedModel, tokens: torch.Tensor
 ) -> tuple[list[tuple[torch.nn.Module, LayerSpec]], torch.Tensor]:

@@ -19,13 +19,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from workers.engine.inbox import EngineFull, Inbox, Turn, Unfinished
+from workers.engine.driver import Driver
+from workers.engine.inbox import EngineFull, Inbox, Unfinished, UpdateOrder
 from workers.engine.outbox import EngineStopped, Handler, LostHandler, Outbox, StreamPiece
 from workers.engine.requests import EngineOutput, EngineRequest, EngineStats
 
 if TYPE_CHECKING:
-    from batchjobs.types import Progress
+    from batchjobs.types import Inflight, Progress
     from workers.engine.engine import Engine
+    from workers.engine.staging import StagedModel
+    from workers.engine.update import UpdateReport
 
 __all__ = ["EngineFull", "EngineLoop", "EngineStopped", "StreamPiece"]
 
@@ -90,7 +93,8 @@ class EngineLoop:
             timeout: Seconds to wait for the end; None waits as long as it takes.
             unfinished: What becomes of requests that are not finished with the step in progress. ``drop``: they are
                 lost; their ``on_finish`` is never called, ``on_lost`` is. ``cancel``: each gets its partial output,
-                through its handler too. ``finish``: they are finished first, and cancelled when the time is over.
+                through its handler too. ``finish``: they are finished first, and cancelled when the time is over; those
+                that are suspended are dropped.
 
         Returns:
             Whether the thread has ended. From a handler this is False: the loop ends when the handler has returned.
@@ -203,6 +207,60 @@ class EngineLoop:
         if not self._is_over:
             self._inbox.cancel(request_id)
 
+    def suspend(self, request_ids: Iterable[Hashable]) -> None:
+        """From before the next step on, no token of these requests is made until they are resumed; see
+        :meth:`Engine.suspend`. Ids that are not here are passed over. They can be cancelled, and looked at."""
+        self._inbox.suspend(tuple(request_ids), suspended=True)
+
+    def resume(self, request_ids: Iterable[Hashable]) -> None:
+        """Let suspended requests go on. Ids that are not here, or not suspended, are passed over."""
+        self._inbox.suspend(tuple(request_ids), suspended=False)
+
+    # Another model
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update was asked for and has not ended."""
+        return bool(self._inbox.updates) and self.is_running
+
+    def stage(self, source: str, revision: str | None = None) -> StagedModel:
+        """See :meth:`Engine.stage`; in this thread, while the loop goes on."""
+        return self.engine.stage(source, revision)
+
+    def update_model(
+        self, staged: StagedModel, inflight: Inflight | str = "recompute", timeout: float | None = None
+    ) -> UpdateReport:
+        """Go on with another model from between two steps on; see :meth:`Engine.update_model`.
+
+        While requests are finished first, nothing begins that has not begun, and all else goes on. It works during a
+        pause too, but for ``finish``.
+
+        Raises:
+            UpdateRefused: It cannot be done; the old model is as before.
+            EngineStopped: The loop does not run, or was stopped before it could be done.
+            TimeoutError: It did not begin within ``timeout`` seconds; the old model stays.
+            RuntimeError: Called from a handler.
+        """
+        order = UpdateOrder(staged, inflight)
+        with self._lock:
+            self._check(self._accepts)
+            self._inbox.update(order)
+            try:
+                self._outbox.wait(self._outbox.news, lambda: order.is_done, timeout, "the update of its model")
+            except TimeoutError:
+                self._inbox.withdraw(order)  # what is being applied in this moment is waited for
+                self._outbox.wait(self._outbox.news, lambda: order.is_done, None, "the update of its model")
+                if order.report is None and order.error is None:
+                    raise
+            except BaseException:
+                self._inbox.withdraw(order)
+                raise
+            if order.error is not None:
+                raise order.error
+            if order.report is None:
+                raise self._reason() from self.failure
+            return order.report
+
     def register_result_handler(
         self, request_id: Hashable, on_finish: Handler, on_lost: LostHandler | None = None
     ) -> None:
@@ -257,65 +315,7 @@ class EngineLoop:
     # Of the loop's thread
 
     def _run(self) -> None:
-        self._outbox.thread_id = threading.get_ident()
-        failure: BaseException | None = None
-        try:
-            while (turn := self._inbox.next_turn(lambda: self.engine.has_work)) is not Turn.END:
-                if turn is Turn.APPLY:
-                    self._apply_changes()
-                elif turn is Turn.LOOK:
-                    self._look()
-                elif turn is Turn.STEP:
-                    self._publish(self.engine.step())
-                else:
-                    self._stand()
-            self._clear()
-        except BaseException as error:  # noqa: BLE001  # kept for every caller; the thread ends with it
-            failure = error
-        self._end(failure)
-
-    def _apply_changes(self) -> None:
-        added, cancelled = self._inbox.take_changes()
-        for request in added:
-            self.engine.add(request)
-        for request_id in cancelled:
-            self._cancel(request_id)
-
-    def _cancel(self, request_id: Hashable) -> None:
-        output = self.engine.cancel(request_id)
-        self._publish([] if output is None else [output])
-
-    def _publish(self, outputs: list[EngineOutput]) -> None:
-        """Tokens first: the last ones of a stream come before its end."""
-        if self._outbox.is_streaming:
-            self._outbox.put_deltas(self.engine.take_deltas())
-        if self._inbox.max_queue_size:
-            with self._lock:
-                self._inbox.waiting = self.engine.stats().unbegun
-                self._outbox.news.notify_all()
-        for output in outputs:
-            self._outbox.put(output)
-
-    def _look(self) -> None:
-        looks, seen = self._inbox.take_looks(), self.engine.progress()
-        with self._lock:
-            for look in looks:
-                look.seen = seen
-            self._outbox.news.notify_all()
-
-    def _stand(self) -> None:
-        self._publish(self.engine.settle())
-        with self._lock:
-            self._inbox.is_standing = True
-            self._outbox.news.notify_all()
-
-    def _clear(self) -> None:
-        """Leave an engine that a new loop can use: the step in flight is collected, and nothing of ours is left."""
-        self._publish(self.engine.settle())
-        self._apply_changes()
-        cancel = self.engine.cancel if self._inbox.stopping == "drop" else self._cancel
-        for request_id in self._outbox.unfinished:
-            cancel(request_id)
+        self._end(Driver(self.engine, self._inbox, self._outbox).run())
 
     def _end(self, failure: BaseException | None) -> None:
         with self._lock:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from batchjobs.errors import UsageError
 from batchjobs.models import short_name
-from workers.engine import gguf
+from workers.engine import gguf, versions
 from workers.engine.weights import check_weights
 
 log = logging.getLogger(__name__)
@@ -39,8 +38,10 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class LoadedModel:
     """A causal language model ready for the engine.
 
-    ``version`` names the weights by their content (``sha256:`` and 16 hex digits, over the weight files) or, for a hub
-    model, by its commit. ``max_model_len`` is in tokens, prompt and answer together. ``eos_ids`` end an answer.
+    ``version`` names the weights by their content (``sha256:`` and 16 hex digits, over the weight files). ``details``
+    say more about them: ``architecture``, ``parameters``, ``bytes`` of the files, the whole ``sha256`` and, of a hub
+    model, its commit as ``revision``. ``max_model_len`` is in tokens, prompt and answer together. ``eos_ids`` end an
+    answer.
     """
 
     model: PreTrainedModel
@@ -49,19 +50,25 @@ class LoadedModel:
     version: str
     max_model_len: int
     eos_ids: frozenset[int]
+    details: dict[str, object] = field(default_factory=dict)
 
 
-def load_model(source: str, *, device: torch.device, dtype: str) -> LoadedModel:
-    """Load ``source`` for evaluation.
+def load_model(source: str, *, device: torch.device, dtype: str, revision: str | None = None) -> LoadedModel:
+    """Load ``source`` for evaluation. Its weights lie in memory: what becomes of the files later changes nothing.
+
+    ``revision`` is a branch, tag or commit of a hub model.
 
     Raises:
         UsageError: There is no such model, it cannot be loaded, or the engine cannot run its architecture.
     """
     with quiet_transformers():
         try:
-            where = locate(source)
+            where = locate(source, revision)
             config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
             refuse_unsupported(config, source)
+            snapshot = None if Path(source).expanduser().exists() else versions.snapshot_folder(source, revision)
+            if snapshot is not None:
+                where["revision"] = snapshot.name  # a branch that moves on meanwhile must not mix two commits
             model, report = AutoModelForCausalLM.from_pretrained(
                 **where,
                 dtype=_dtype(dtype, device, config),
@@ -77,14 +84,25 @@ def load_model(source: str, *, device: torch.device, dtype: str) -> LoadedModel:
     check_weights(report, source)
     model.requires_grad_(False)
     model.eval().to(device)
+    _own_memory(model)
+    files = versions.weight_files(Path(source).expanduser()) if snapshot is None else versions.loaded_files(snapshot)
+    digest = versions.weights_digest(files)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=short_name(source),
-        version=weights_version(source, config),
+        version=versions.version_of(digest),
         max_model_len=_context_length(config),
         eos_ids=_eos_ids(model.generation_config, config, tokenizer),
+        details=versions.details(model, files, digest, None if snapshot is None else snapshot.name),
     )
+
+
+def _own_memory(model: PreTrainedModel) -> None:
+    """On a CPU transformers leaves the weights in the mapped files: who writes these would write into the model."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def choose_device(name: str) -> torch.device:
@@ -130,23 +148,11 @@ def refuse_unsupported(config: Any, source: str) -> None:
         )
 
 
-def weights_version(source: str, config: Any) -> str:
-    """The same weights have the same name wherever they lie; a hub model carries its commit."""
-    path = Path(source).expanduser()
-    if not path.exists():
-        commit = getattr(config, "_commit_hash", None) or "unknown"
-        return f"{source}@{commit[:12]}"
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".bin"))
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return f"sha256:{digest.hexdigest()[:16]}"
-
-
-def locate(source: str) -> dict[str, str]:
+def locate(source: str, revision: str | None = None) -> dict[str, str]:
     """The arguments with which transformers' ``from_pretrained`` finds the model. Raises UsageError."""
     path = Path(source).expanduser()
+    if revision is not None and (path.exists() or path.suffix == ".gguf"):
+        raise UsageError(f"{source} is a file or folder here; only a model of the hub has a revision")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UsageError(f"no such file: {source}; --model takes a folder, a .gguf file or a hub id")
@@ -160,7 +166,9 @@ def locate(source: str) -> dict[str, str]:
         raise UsageError(f"{source} holds no config.json: it is not a model folder")
     if not path.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
         raise UsageError(f"no such folder: {source}; --model takes a folder, a .gguf file or a hub id")
-    return {"pretrained_model_name_or_path": str(path) if path.exists() else source}
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path)}
+    return {"pretrained_model_name_or_path": source} | ({} if revision is None else {"revision": revision})
 
 
 def _load_tokenizer(where: dict[str, str], source: str) -> PreTrainedTokenizerBase | None:

@@ -92,6 +92,10 @@ class HostCache:
                 else:
                     device.index_copy_(0, inside, host.index_select(0, outside).to(device.device))
 
+    def release(self) -> None:
+        """Let go of the memory."""
+        self._tensors = []
+
     def _host_tensors(self) -> list[torch.Tensor]:
         if not self._tensors:
             self._tensors = [

@@ -8,10 +8,10 @@ with step k is dropped. With depth 1 each step is collected at once; everything 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from workers.engine.batch import PackedBatch
 from workers.engine.executor import DeviceExecutor, Inline, OneThread
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from workers.engine.offload import PageCopy
     from workers.engine.runner import Runner, StepResult
     from workers.engine.scheduler import Scheduled
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -71,7 +74,11 @@ class Pipeline:
         return step.result.result()
 
     def warmup(self) -> None:
-        self._device.submit(self._runner.warmup).result()
+        self.run(self._runner.warmup)
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Have the device's side do something between two steps, and wait for it."""
+        return self._device.submit(call).result()
 
     def close(self) -> None:
         self._device.shutdown()

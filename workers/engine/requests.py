@@ -6,7 +6,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import datetime
 
-from batchjobs.types import FinishReason, Progress, PromptScores, RequestError, SamplingParams, TokenText, TopLogprobs
+from batchjobs.types import (
+    FinishReason,
+    Progress,
+    PromptScores,
+    RequestError,
+    SamplingParams,
+    TokenText,
+    TopLogprobs,
+    VersionSpan,
+)
 
 
 class PromptError(Exception):
@@ -33,6 +42,8 @@ class EngineRequest:
     ``begun`` is what another engine with the same model made of it before, at most one entry a choice: the answer goes
     on behind these tokens, which keep their logprobs and times, and with the same ``seed`` it draws what that engine
     would have drawn. What cannot be gone on from is left out. A stream tells of these tokens first.
+    ``made_by`` is the worker and the attempt that the version spans of its tokens name. One that is ``suspended`` is
+    added, and waits to be resumed.
     """
 
     request_id: Hashable
@@ -40,6 +51,8 @@ class EngineRequest:
     sampling: SamplingParams
     stream: bool = False
     begun: tuple[Progress, ...] = ()
+    made_by: tuple[str | None, int] = (None, 0)
+    suspended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +74,7 @@ class EngineOutput:
     generated token, an end-of-sequence token included. ``logprobs`` are natural logarithms of the model's own
     distribution, before temperature, penalties and filters. ``token_times`` are seconds since ``started_at`` by a
     monotonic clock. Where a stop string cut the text, the tokens of the match are kept in these lists, not in the text.
+    ``version_spans`` say which version of the model drew which tokens, the first from token 0 on.
     """
 
     request_id: Hashable
@@ -79,6 +93,7 @@ class EngineOutput:
     finished_at: datetime
     error: RequestError | None = None
     prompt_scores: PromptScores | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
     other_choices: tuple[EngineOutput, ...] = ()
 
     @property
@@ -91,8 +106,9 @@ class EngineOutput:
 class EngineStats:
     """Figures of a moment, and counters since the start.
 
-    ``running`` and ``waiting`` count choices, those that gave way among the waiting; ``unbegun`` counts requests of
-    which nothing has run yet. ``prompt_tokens`` counts prompt tokens computed (again after preemption too),
+    ``running`` and ``waiting`` count choices, those that gave way among the waiting; ``suspended`` counts those that
+    are suspended, which are in neither; ``unbegun`` counts requests of which nothing has run yet, without the suspended
+    ones. ``prompt_tokens`` counts prompt tokens computed (again after preemption too),
     ``generated_tokens`` those sampled, ``cached_tokens`` prompt tokens of finished requests that were found in the
     cache, ``recomputed_tokens`` rows that were computed before. ``preemptions`` counts sequences that gave way,
     ``offloaded_sequences`` those of them whose pages went to CPU memory, ``offloaded_pages`` the pages that are there
@@ -106,6 +122,7 @@ class EngineStats:
     generated_tokens: int
     preemptions: int
     steps: int
+    suspended: int = 0
     unbegun: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0

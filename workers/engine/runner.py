@@ -22,7 +22,7 @@ from workers.engine.attention.interface import LayerSpec, PackedRows
 from workers.engine.batch import PackedBatch
 from workers.engine.cache import KVCache, group_layers, page_bytes
 from workers.engine.config import EngineConfig
-from workers.engine.layers import PagedLayer, probe_layers
+from workers.engine.layers import PagedLayer, probe_layers, unbind
 from workers.engine.offload import HostCache, PageCopy, host_pages
 from workers.engine.sampler import sample, score
 
@@ -125,13 +125,30 @@ class Runner:
     def warmup(self) -> None:
         """Run a prefill and a decode step into the null page: whatever is prepared on first use is ready then."""
         for count in WARMUP_ROWS:
-            starts = np.array([0, count], np.int32)
-            tables = np.zeros((1, -(-count // self.page_size)), np.int32)
-            rows = PackedRows(starts, np.zeros(1, np.int32), tables, self.page_size)
-            none = np.zeros(0, np.int64)
-            ids, last = np.zeros(count, np.int64), np.array([count - 1])
-            batch = PackedBatch(ids, np.arange(count), none, none, last, none, none, none, [rows] * len(self.groups))
-            self.forward(batch, ())
+            self._run_alone(np.zeros(count, np.int64), np.array([count - 1]))
+
+    def smoke(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits after each of these tokens, of as many as one page holds, by the whole way of a step: [tokens, V].
+
+        They are computed in the null page. On the host, float32.
+        """
+        count = min(len(ids), self.page_size)
+        return self._run_alone(np.array(ids[:count], np.int64), np.arange(count)).cpu()
+
+    def release(self) -> None:
+        """Let go of the pages' memory, here and on the host. The runner is not used after that."""
+        unbind(self.model)
+        self.cache.release()
+        self._host.release()
+
+    def _run_alone(self, ids: np.ndarray, wanted: np.ndarray) -> torch.Tensor:
+        """One sequence from its beginning in the null page; the logits of its ``wanted`` rows."""
+        count = len(ids)
+        tables = np.zeros((1, -(-count // self.page_size)), np.int32)
+        rows = PackedRows(np.array([0, count], np.int32), np.zeros(1, np.int32), tables, self.page_size)
+        none = np.zeros(0, np.int64)
+        batch = PackedBatch(ids, np.arange(count), none, none, wanted, none, none, none, [rows] * len(self.groups))
+        return self.forward(batch, ())
 
     def _bind(self, layers: Sequence[tuple[torch.nn.Module, LayerSpec]]) -> None:
         group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}

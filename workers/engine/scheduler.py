@@ -7,23 +7,29 @@ admitted last gives way and waits at the front: its pages move to CPU memory whi
 computed again later; none is lost. A sequence whose beginning is in the cache starts behind it. The choices of a
 request follow the first one when it has computed their prompt.
 
+A suspended sequence takes no part. It keeps its slot and its pages until another one lacks them; then it gives way
+first, and is parked: it does not wait for its turn, but comes first again when it is resumed.
+
 A plan is made before the tokens of the step before it are known: what is planned counts as computed, and a token that
 is being sampled counts as a token. Only a sequence whose tokens are all known is admitted.
 
 Invariants:
-- One sequence alone always fits (checked when it is added), and the oldest running one never gives way to another: so
-  every step computes something or one is in flight, and nothing waits for ever.
+- One sequence alone always fits (checked when it is added), suspended ones make room, and the oldest running one never
+  gives way to another: so every step computes something or one is in flight, and nothing waits for ever.
 - The work of a step depends on the running sequences, never on the length of the queue.
-- Only running sequences hold pages; only waiting ones hold host pages.
+- Only running and suspended sequences hold pages; only waiting and parked ones hold host pages.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from batchjobs.types import FinishReason
+from workers.engine.keeper import PageKeeper
 from workers.engine.observer import EngineObserver
-from workers.engine.offload import Direction, HostPool, Offloaded, PageCopy
+from workers.engine.offload import HostPool, PageCopy
 from workers.engine.page_tables import PageTables
 from workers.engine.pages import PagePool, Prefix
 from workers.engine.sequence import Sequence
@@ -62,7 +68,12 @@ class Scheduled:
 
 
 class Scheduler:
-    """Holds every live sequence: ``waiting`` in the order of its policy, ``running`` in order of admission."""
+    """Holds every live sequence: ``waiting`` in the order of its policy, ``running`` in order of admission.
+
+    ``standing`` are the suspended ones that have a slot, in order of admission; ``parked`` those that have none and
+    whose turn has come. A suspended one whose turn has not come is still among the waiting. While ``admits_unbegun`` is
+    False, nothing begins that has not begun yet.
+    """
 
     def __init__(
         self,
@@ -74,33 +85,78 @@ class Scheduler:
         host: HostPool | None = None,
     ) -> None:
         self.pool = pool
-        self.host = host or HostPool(0)
         self.max_batch_tokens = max_batch_tokens
         self.waiting = WaitingQueue(policy, pool.page_size)
         self.running: list[Sequence] = []
+        self.standing: list[Sequence] = []
+        self.parked: dict[Sequence, None] = {}
+        self.suspended = 0  # choices
+        self.admits_unbegun = True
         self.tables = PageTables(len(pool.windows), max_requests_per_batch)
+        self.keeper = PageKeeper(pool, self.tables, host or HostPool(0))
         self.observer = EngineObserver()
         self.preemptions = self.offloads = 0
-        self._copies: list[PageCopy] = []
-        self._live = 0
-        self.unbegun = 0  # requests, however many choices each asks for, of which nothing has run yet
+        self._live = self._admissions = 0
+        self.unbegun = 0  # requests, not suspended, however many choices each asks for, of which nothing has run yet
         self._free_slots = list(range(max_requests_per_batch - 1, -1, -1))
         self.expected_answer_share = 1.0
 
     @property
+    def host(self) -> HostPool:
+        return self.keeper.host
+
+    @host.setter
+    def host(self, host: HostPool) -> None:
+        self.keeper.host = host
+
+    @property
     def has_work(self) -> bool:
-        return self._live > 0
+        """Whether a step would do anything: what is suspended does not count."""
+        return self._live > self.suspended
 
     @property
     def num_waiting(self) -> int:
-        return self._live - len(self.running)
+        return self._live - self.suspended - len(self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; its followers come after it by themselves."""
+    def add(self, sequence: Sequence, *, again: bool = False) -> None:
+        """Queue a sequence; its followers come after it by themselves. One that begins ``again`` is the next one."""
         self._live += 1 + len(sequence.followers)
+        if again:
+            self.waiting.put_back(sequence)
+            return
         self.unbegun += 1
         sequence.is_unbegun = True
         self.waiting.add(sequence)
+
+    def suspend(self, sequences: Iterable[Sequence]) -> None:
+        """Live sequences take no part any more. What they have computed stays theirs while there is room."""
+        for sequence in sequences:
+            if sequence.is_suspended:
+                continue
+            self.unbegun -= sequence.is_unbegun
+            self.suspended += 1
+            sequence.is_suspended = True
+            if sequence.slot >= 0:
+                self.running.remove(sequence)
+                insort(self.standing, sequence, key=_admitted)
+
+    def resume(self, sequences: Iterable[Sequence]) -> None:
+        """They go on: in their old order, and before whatever waits where they were parked."""
+        parked = []
+        for sequence in sequences:
+            if not sequence.is_suspended:
+                continue
+            self.unbegun += sequence.is_unbegun
+            self.suspended -= 1
+            sequence.is_suspended = False
+            if sequence.slot >= 0:
+                self.standing.remove(sequence)
+                insort(self.running, sequence, key=_admitted)
+            elif sequence in self.parked:
+                del self.parked[sequence]
+                parked.append(sequence)
+        for sequence in sorted(parked, key=_admitted, reverse=True):
+            self.waiting.put_back(sequence)
 
     def schedule(self) -> list[Scheduled]:
         """Plan the next step. Takes the pages that it needs; an empty plan means that nothing can be computed now."""
@@ -113,7 +169,7 @@ class Scheduler:
             if sequence.slot < 0:  # it gave way to one before it
                 continue
             if sequence.computed == 0:  # what it waited beside may have computed its beginning meanwhile
-                self._take_prefix(sequence, self._known_prefix(sequence))
+                self.keeper.take_prefix(sequence, self.keeper.known_prefix(sequence))
             part = self._part(sequence, left, scores_left)
             if part is None or not self._reserve(sequence, part.first + part.count, plan):
                 continue
@@ -126,19 +182,18 @@ class Scheduler:
 
     def take_copies(self) -> list[PageCopy]:
         """Copies between device and host pages that have to be made, in this order, before the plan runs."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self.keeper.take_copies()
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended and free what it held."""
+        self.parked.pop(sequence, None)
+        self.resume((sequence,))
         self._live -= 1
         self._begin(sequence)
         self.observer.left(sequence)
         if sequence.slot >= 0:
             self._stop_running(sequence)
-        if sequence.offloaded is not None:
-            self.host.give_back(sequence.offloaded.held)
-            sequence.offloaded = None
+        self.keeper.drop_offloaded(sequence)
         self._release_followers(sequence)
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.limit:
             share = sequence.generated / sequence.limit
@@ -170,7 +225,7 @@ class Scheduler:
         sequence.reached = max(sequence.reached, sequence.computed)
         sequence.in_flight += part.samples
         sequence.scored += part.scores
-        self._register_full_pages(sequence)
+        self.keeper.register_full_pages(sequence)
         if sequence.computed >= sequence.prompt_len:
             self._release_followers(sequence)
 
@@ -183,22 +238,31 @@ class Scheduler:
 
     def _admit(self) -> None:
         spare = self.pool.free - sum(self._expected_pages(s) for s in self.running)
-        while self._free_slots and (sequence := self.waiting.next()) is not None:
-            prefix = self._known_prefix(sequence)
+        while (sequence := self._next()) is not None:
+            prefix = self.keeper.known_prefix(sequence)
             held = sum(self.pool.is_held(page) for pages in prefix.pages for page in pages if page)
             need = self._expected_pages(sequence) - held
-            if sequence.in_flight or (need > spare and self.running):
+            lacks_room = not self._free_slots or need > spare
+            if not sequence.in_flight and lacks_room and self.standing:
+                before = self.pool.free
+                self._preempt(self.standing[-1])
+                spare += self.pool.free - before
+            elif sequence.in_flight or not self._free_slots or (need > spare and self.running):
                 self.waiting.put_back(sequence)
                 return
-            self._start_running(sequence, prefix)
-            spare -= need
+            else:
+                self._start_running(sequence, prefix)
+                spare -= need
+                continue
+            self.waiting.put_back(sequence)
 
-    def _known_prefix(self, sequence: Sequence) -> Prefix:
-        """Of its tokens one at least is left to compute: its logits are needed, as are those that score a prompt."""
-        usable = min(len(sequence.tokens) - 1, sequence.prompt_len + sequence.limit - 1)
-        if sequence.scored < sequence.prompt_len:
-            usable = min(usable, sequence.scored - 1)
-        return self.pool.find(sequence.tokens[:usable])
+    def _next(self) -> Sequence | None:
+        """The one whose turn it is. Suspended ones whose turn has come are parked."""
+        if not self._free_slots and not self.standing:
+            return None
+        while (sequence := self.waiting.next(unbegun=self.admits_unbegun)) is not None and sequence.is_suspended:
+            self.parked[sequence] = None
+        return sequence
 
     def _expected_pages(self, sequence: Sequence) -> int:
         """Pages that the sequence will probably take beside those it holds."""
@@ -208,10 +272,11 @@ class Scheduler:
         return max(0, most - held)
 
     def _start_running(self, sequence: Sequence, prefix: Prefix) -> None:
-        sequence.slot = self._free_slots.pop()
-        self._take_prefix(sequence, prefix)
+        self._admissions += 1
+        sequence.slot, sequence.admitted = self._free_slots.pop(), self._admissions
+        self.keeper.take_prefix(sequence, prefix)
         if sequence.offloaded is not None:
-            self._bring_back(sequence, sequence.offloaded)
+            self.keeper.bring_back(sequence, sequence.offloaded)
         self._begin(sequence)
         sequence.start()
         self.running.append(sequence)
@@ -221,112 +286,47 @@ class Scheduler:
         self.unbegun -= sequence.is_unbegun
         sequence.is_unbegun = False
 
-    def _take_prefix(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Begin behind what is known. The sequence has a slot, and no page yet."""
-        for pages in prefix.pages:
-            self.pool.hold(pages)
-        sequence.pages = prefix.pages
-        sequence.released = [self.pool.first_seen(g, prefix.length * self.pool.page_size) for g in self._groups]
-        sequence.chain, sequence.registered = prefix.node, prefix.length
-        sequence.computed = prefix.length * self.pool.page_size
-        for group, pages in enumerate(sequence.pages):
-            self.tables.write(group, sequence.slot, 0, pages)
-        if sequence.reached == 0:  # else it gave way, and these may be its own
-            of_prompt = (sequence.prompt_len - 1) // self.pool.page_size  # what it would find without its answer so far
-            sequence.cached_tokens = min(prefix.length, of_prompt) * self.pool.page_size
-
-    @property
-    def _groups(self) -> range:
-        return range(len(self.pool.windows))
-
     # Pages
 
     def _reserve(self, sequence: Sequence, tokens: int, plan: list[Scheduled]) -> bool:
-        """Give the sequence pages for its first ``tokens`` tokens, preempting younger ones; False if it gave way."""
-        self._release_behind_windows(sequence)
-        wanted = self.pool.pages_for(tokens)
-        needs = [max(0, wanted - len(pages)) for pages in sequence.pages]
+        """Give the sequence pages for its first ``tokens`` tokens; False if it gave way.
+
+        Suspended sequences give way first, then younger ones.
+        """
+        self.keeper.release_behind_windows(sequence)
+        needs = self.keeper.lacking(sequence, tokens)
         while sum(needs) > self.pool.free:
-            youngest = self.running[-1]
-            assert len(self.running) > 1, "one sequence alone always fits"
+            youngest = (self.standing or self.running)[-1]
+            assert self.standing or len(self.running) > 1, "one sequence alone always fits"
             self._preempt(youngest)
             if youngest is sequence:
                 return False
             plan[:] = [part for part in plan if part.sequence is not youngest]
         for group, need in enumerate(needs):
-            self._give(sequence, group, self.pool.take(need))
+            self.keeper.give(sequence, group, self.pool.take(need))
         return True
-
-    def _give(self, sequence: Sequence, group: int, pages: list[int]) -> None:
-        self.tables.write(group, sequence.slot, len(sequence.pages[group]), pages)
-        sequence.pages[group] += pages
-
-    def _release_behind_windows(self, sequence: Sequence) -> None:
-        for group in self._groups:
-            released, first = sequence.released[group], self.pool.first_seen(group, sequence.computed)
-            if first > released:
-                pages = sequence.pages[group]
-                self.pool.give_back(pages[released:first])
-                pages[released:first] = [0] * len(pages[released:first])
-                self.tables.clear(group, sequence.slot, released, first)
-                sequence.released[group] = min(first, len(pages))
-
-    def _register_full_pages(self, sequence: Sequence) -> None:
-        size = self.pool.page_size
-        while (sequence.registered + 1) * size <= min(sequence.computed, len(sequence.tokens)):
-            index = sequence.registered
-            tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-            pages = [group[index] for group in sequence.pages]
-            sequence.chain = self.pool.register(sequence.chain, tokens, pages)
-            sequence.registered += 1
 
     # Giving way
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
-        is_offloaded = self._offload(sequence)
+        is_offloaded = self.keeper.offload(sequence)
+        self.offloads += is_offloaded
         self.observer.preempted(sequence, offloaded=is_offloaded)
         self._stop_running(sequence)
-        sequence.computed = 0
-        self.waiting.put_back(sequence)
+        if sequence.is_suspended:
+            self.parked[sequence] = None
+        else:
+            self.waiting.put_back(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         if sequence.finish_reason is not FinishReason.ERROR:  # an answer that failed may have left anything behind
-            self._register_full_pages(sequence)
-        self.running.remove(sequence)
-        for group, pages in enumerate(sequence.pages):
-            self.pool.give_back(pages)
-            self.tables.clear(group, sequence.slot, 0, len(pages))
+            self.keeper.register_full_pages(sequence)
+        (self.standing if sequence.is_suspended else self.running).remove(sequence)
+        self.keeper.let_go(sequence)
         self._free_slots.append(sequence.slot)
-        sequence.slot, sequence.pages, sequence.released = -1, [], []
+        sequence.slot = -1
 
-    def _offload(self, sequence: Sequence) -> bool:
-        """Copy its pages to the host, if there is room and anything is left to compute with them."""
-        used = self.pool.pages_for(sequence.computed)
-        tables = [pages[:used] for pages in sequence.pages]  # a page beyond them has nothing in it yet
-        device = [page for pages in tables for page in pages if page]
-        if not device or sequence.pending == 0 or len(device) > self.host.free:
-            return False
-        host = self.host.take(len(device))
-        places = iter(host)
-        pages = [[next(places) if page else 0 for page in table] for table in tables]
-        sequence.offloaded = Offloaded(pages, sequence.computed)
-        self._copies.append(PageCopy(Direction.OUT, device, host))
-        self.offloads += 1
-        return True
 
-    def _bring_back(self, sequence: Sequence, offloaded: Offloaded) -> None:
-        """Copy the pages that the prefix tree does not have any more back from the host."""
-        sequence.offloaded = None
-        length = sequence.registered  # pages that were found
-        host = [page for pages in offloaded.pages for page in pages[length:] if page]
-        if offloaded.computed <= sequence.computed or len(host) > self.pool.free:
-            self.host.give_back(offloaded.held)  # there is more in the tree, or no room but for its beginning
-            return
-        device = self.pool.take(len(host))
-        places = iter(device)
-        for group, pages in enumerate(offloaded.pages):
-            self._give(sequence, group, [next(places) if page else 0 for page in pages[length:]])
-        self._copies.append(PageCopy(Direction.IN, device, host))
-        self.host.give_back(offloaded.held)
-        sequence.computed = offloaded.computed
+def _admitted(sequence: Sequence) -> int:
+    return sequence.admitted

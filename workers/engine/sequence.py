@@ -12,12 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from batchjobs.types import FinishReason, Progress, PromptScores, RequestError
+from batchjobs.types import FinishReason, Progress, PromptScores, RequestError, VersionSpan
 from workers.engine.requests import EngineOutput
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Sequence:
     """Mutable; owned by the scheduler and touched between steps only."""
 
     __slots__ = (
+        "admitted",
         "cached_tokens",
         "chain",
         "choice",
@@ -45,9 +48,13 @@ class Sequence:
         "followers",
         "grammar",
         "in_flight",
+        "is_stale",
+        "is_suspended",
         "is_unbegun",
         "limit",
         "logprobs",
+        "maker",
+        "noted",
         "offloaded",
         "pages",
         "prompt_len",
@@ -60,6 +67,7 @@ class Sequence:
         "scored",
         "seed",
         "slot",
+        "spans",
         "started",
         "started_at",
         "stop_ids",
@@ -78,6 +86,7 @@ class Sequence:
         seed: int,
         stop_ids: frozenset[int],
         choice: int = 0,
+        version: str = "",
         stop_matcher: StopMatcher | None = None,
         grammar: GrammarMatcher | None = None,
     ) -> None:
@@ -94,6 +103,15 @@ class Sequence:
         self.in_flight = 0
         self.uses: Counter[int] = Counter()  # generated tokens by id, kept where penalties ask for it
 
+        self.maker = VersionSpan(
+            version=version, worker=request.made_by[0], attempt=request.made_by[1]
+        )  # of new tokens
+        self.noted: VersionSpan | None = None  # the maker of the last token
+        self.spans: list[VersionSpan] = []
+
+        self.is_suspended = False  # takes no part in any step
+        self.is_stale = False  # whether anything that it holds was computed by weights before these
+        self.admitted = 0  # the number of its last admission
         self.is_unbegun = False  # whether it stands for a request of which nothing has run in this engine
         self.slot = -1  # index among the running sequences; -1 while waiting
         self.computed = 0
@@ -105,10 +123,7 @@ class Sequence:
         self.registered = 0  # leading pages that are in the tree, or whose twins are
         self.cached_tokens = 0  # prompt tokens that were there when the sequence first ran
 
-        scores = request.sampling.prompt_logprobs is not None and choice == 0
-        self.scored = 1 if scores else self.prompt_len  # prompt tokens whose logprob is known or in flight
-        self.prompt_logprobs: list[float] = []
-        self.prompt_tops: list[TopIds] = []
+        self.score_again()
         self.logprobs: list[float] = []
         self.times: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
@@ -142,6 +157,13 @@ class Sequence:
         """Whether every prompt logprob that was asked for is there."""
         return self.request.sampling.prompt_logprobs is None or len(self.prompt_logprobs) >= self.prompt_len - 1
 
+    def score_again(self) -> None:
+        """Nothing is known of the prompt's scores, where they are asked for."""
+        scores = self.request.sampling.prompt_logprobs is not None and self.choice == 0
+        self.scored = 1 if scores else self.prompt_len  # prompt tokens whose logprob is known or in flight
+        self.prompt_logprobs: list[float] = []
+        self.prompt_tops: list[TopIds] = []
+
     def start(self) -> None:
         """Anchor the clocks at the first admission; a resumed sequence keeps its anchor."""
         if self.started is None:
@@ -160,8 +182,20 @@ class Sequence:
         assert self.started is not None
         self.take(token, logprob, top, now - self.started)
 
+    def accept_scores(self, logprobs: list[float], tops: list[TopIds] | None, rows: slice) -> bool:
+        """Append the scores of the next prompt tokens; False if they are not numbers. ``tops`` has ``rows`` for it."""
+        if any(map(math.isnan, logprobs)):
+            return False
+        self.prompt_logprobs += logprobs
+        wanted = self.request.sampling.prompt_logprobs
+        if wanted and tops is not None:
+            self.prompt_tops += [top[:wanted] for top in tops[rows]]
+        return True
+
     def take(self, token: int, logprob: float, top: TopLogprobs | None, seconds: float) -> None:
         """As ``accept``, ``seconds`` after the start."""
+        if self.maker is not self.noted:
+            self._note_maker()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.times.append(seconds)
@@ -174,6 +208,12 @@ class Sequence:
             self.finish_reason = FinishReason.STOP
         elif not self.is_finished and self.generated >= self.limit:
             self.finish_reason = FinishReason.LENGTH
+
+    def _note_maker(self) -> None:
+        """A span begins where the version, the worker or the attempt is another one than for the token before."""
+        self.noted = self.maker
+        if not self.spans or self.maker != replace(self.spans[-1], from_token=self.maker.from_token):
+            self.spans.append(replace(self.maker, from_token=self.generated))
 
     def _stops_at(self, token: int) -> bool:
         if self.generated >= self.request.sampling.min_tokens and token in self.stop_ids:
@@ -204,6 +244,7 @@ class Sequence:
             token_times=tuple(self.times),
             top_logprobs=tuple(self.top_logprobs) if self.request.sampling.top_logprobs else None,
             started_at=self.started_at,
+            version_spans=tuple(self.spans),
         )
 
     def output(self, vocabulary: Vocabulary) -> EngineOutput:
@@ -234,6 +275,7 @@ class Sequence:
             finished_at=self.started_at + timedelta(seconds=self.times[-1] if self.times else now),
             error=self.error,
             prompt_scores=self._prompt_scores(vocabulary),
+            version_spans=tuple(self.spans),
         )
 
     def _prompt_scores(self, vocabulary: Vocabulary) -> PromptScores | None:

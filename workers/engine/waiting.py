@@ -34,7 +34,8 @@ class WaitingQueue:
     """Sequences in the order of a policy, those that gave way before all others."""
 
     def __init__(self, policy: str, page_size: int) -> None:
-        self._front: deque[Sequence] = deque()
+        self._begun: deque[Sequence] = deque()
+        self._unbegun: deque[Sequence] = deque()  # their turn had come already
         self._order: Order = _ORDERS[policy](page_size)
 
     def add(self, sequence: Sequence) -> None:
@@ -42,14 +43,24 @@ class WaitingQueue:
 
     def put_back(self, sequence: Sequence) -> None:
         """It was running or could not run yet: it is the next one again."""
-        self._front.appendleft(sequence)
+        (self._unbegun if sequence.is_unbegun else self._begun).appendleft(sequence)
 
-    def next(self) -> Sequence | None:
-        """Remove and return the sequence that shall run next; None when none waits, or none should run yet."""
-        while (sequence := self._front.popleft() if self._front else self._order.next()) is not None:
+    def next(self, *, unbegun: bool = True) -> Sequence | None:
+        """Remove and return the sequence that shall run next; None when none waits, or none should run yet.
+
+        Without ``unbegun``, of those only that have begun.
+        """
+        while (sequence := self._take(unbegun=unbegun)) is not None:
             if not sequence.is_finished:  # cancelled while it waited
                 return sequence
         return None
+
+    def _take(self, *, unbegun: bool) -> Sequence | None:
+        if self._begun:
+            return self._begun.popleft()
+        if not unbegun:
+            return None
+        return self._unbegun.popleft() if self._unbegun else self._order.next()
 
 
 class _Fifo:
@@ -84,9 +95,12 @@ class _Group:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the beginning is computed, or will never be by this leader."""
-        leader = self.leader
-        return leader is None or leader.is_finished or leader.computed >= leader.prompt_len
+        """Whether the beginning is computed, or will not be by this leader."""
+        return not self.is_led or self.leader is None or self.leader.computed >= self.leader.prompt_len
+
+    @property
+    def is_led(self) -> bool:
+        return self.leader is not None and not (self.leader.is_finished or self.leader.is_suspended)
 
 
 class _Prefix:
@@ -117,8 +131,8 @@ class _Prefix:
 
     def _take(self, group: _Group) -> Sequence:
         sequence = group.members.popleft()
-        if not sequence.is_finished:
-            group.leader = group.leader if group.leader and not group.leader.is_finished else sequence
+        if not group.is_led and not (sequence.is_finished or sequence.is_suspended):
+            group.leader = sequence
         return sequence
 
 
