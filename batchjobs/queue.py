@@ -237,7 +237,7 @@ class JobQueue:
             )
 
     def wake(self) -> None:
-        """Tells idle workers to look at the queue, and all of them to look for cancellations, now."""
+        """Tells idle workers to look at the queue, and all of them to look for orders, now."""
         with self._errors():
             self.connection.publish(WAKE_CHANNEL, "")
 

@@ -1,4 +1,4 @@
-"""Commands that reach a worker over Redis' pub/sub. They may get lost, so each of them is only a shortcut."""
+"""Messages that reach a worker over Redis' pub/sub. They may get lost, so each of them is only a shortcut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RECONNECT_SECONDS = 0.5
 _SUBSCRIBE_SECONDS = 5
 
 
-class CommandKind(StrEnum):
+class MessageKind(StrEnum):
     """What a worker can be told in this way."""
 
     SHUTDOWN = "shutdown"
@@ -30,10 +30,10 @@ class CommandKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """One order. ``shard`` is set for STOP_SHARD."""
+class Message:
+    """One of them. ``shard`` is set for STOP_SHARD."""
 
-    kind: CommandKind
+    kind: MessageKind
     shard: ShardId | None = None
 
 

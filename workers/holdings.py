@@ -4,41 +4,29 @@ A request is *unfinished* until its outcome went to the recorder. A lease is hel
 lost; outcomes under a lease that is not held (any more) are dropped, because another worker may be making them again.
 Sizes are counted in choices, as the engine counts what runs and waits there: a request with ``n`` of them is as much
 work as ``n`` requests.
+
+Shards of paused batches are *suspended*: they keep their leases and their place in the engine, and get no token. What
+runs and waits is counted without them, so that other batches go on.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from workers.held import Held, ids, request_id
 from workers.rq_states import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 
     from batchjobs.types import Lease, ShardId
     from workers.engine.loop import EngineLoop
     from workers.rq_worker import RqWorker
 
 log = logging.getLogger("batchjobs.worker")
-
-
-@dataclass(slots=True)
-class _Held:
-    lease: Lease
-    unfinished: dict[int, int] | None = None  # index -> choices; None until its requests have been read
-    size: int = 0  # requests
-    cancelled: set[int] = field(default_factory=set)
-    is_cancelled: bool = False
-    is_stopped: bool = False
-
-
-def request_id(lease: Lease, index: int) -> Hashable:
-    """The engine's name for a request. The fence makes a second claim of the same shard a different one."""
-    return (lease.shard.batch_id, lease.shard.shard_no, lease.fence, index)
 
 
 class Holdings:
@@ -50,8 +38,13 @@ class Holdings:
         self._unread_size = unread_size
         self.on_end: Callable[[], None] = lambda: None
         """Called when a shard is held no more, for whoever tells Redis."""
-        self._held: dict[ShardId, _Held] = {}
+        self.finished = 0
+        """Requests that got their outcome here."""
+        self._held: dict[ShardId, Held] = {}
+        self._paused: frozenset[str] = frozenset()
         self._lock = threading.Lock()
+        # Over adding, suspending and resuming in the engine, in this order. The engine's thread never waits for it.
+        self._pausing = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -62,18 +55,42 @@ class Holdings:
             return [held.lease for held in self._held.values()]
 
     @property
+    def suspended(self) -> list[Lease]:
+        """Those of paused batches."""
+        with self._lock:
+            return [held.lease for held in self._held.values() if self._is_paused(held)]
+
+    @property
+    def active(self) -> int:
+        """How many shards are held that are not suspended."""
+        with self._lock:
+            return sum(not self._is_paused(held) for held in self._held.values())
+
+    @property
     def unfinished(self) -> int:
         """Choices of the requests that the engine has or will have; of those it has, some may have ended."""
         with self._lock:
-            return sum(self._size(held) for held in self._held.values())
+            return sum(self._size(held) for held in self._held.values() if not self._is_paused(held))
+
+    @property
+    def unfinished_requests(self) -> int:
+        """Requests without an outcome, suspended or not, of shards that have been read."""
+        with self._lock:
+            return sum(len(held.unfinished or ()) for held in self._held.values())
 
     @property
     def unread(self) -> int:
         """Choices, at a guess, of the requests that have not been read yet."""
         with self._lock:
-            return sum(self._size(held) for held in self._held.values() if held.unfinished is None)
+            unread = [held for held in self._held.values() if held.unfinished is None and not self._is_paused(held)]
+            return sum(map(self._size, unread))
 
-    def _size(self, held: _Held) -> int:
+    def for_other_versions(self, version: str) -> list[Lease]:
+        """Those whose requests only another version of the model may answer."""
+        with self._lock:
+            return [held.lease for held in self._held.values() if held.lease.model_version not in (None, version)]
+
+    def _size(self, held: Held) -> int:
         return self._unread_size if held.unfinished is None else sum(held.unfinished.values())
 
     # Taking and finishing
@@ -85,7 +102,7 @@ class Holdings:
         if former is not None:
             self.lose(former.lease)
         with self._lock:
-            self._held[lease.shard] = _Held(lease)
+            self._held[lease.shard] = Held(lease)
 
     def fill(self, lease: Lease, choices: Mapping[int, int]) -> None:
         """The shard's requests without an outcome have been read: by index, how many choices each asks for."""
@@ -125,6 +142,7 @@ class Holdings:
             if held is None or held.unfinished is None or index not in held.unfinished:
                 return False
             del held.unfinished[index]
+            self.finished += 1
             return True
 
     def done(self, shard: ShardId) -> None:
@@ -134,7 +152,7 @@ class Holdings:
         if held is not None:
             self._rq.end(shard, Ending.STOPPED if held.is_stopped else Ending.SUCCESS)
             self.on_end()
-            log.info("finished shard %s", shard)
+            log.info("finished shard %s", shard, extra=ids(shard))
 
     def lose(self, lease: Lease) -> None:
         """Somebody else may hold the shard by now: its sequences end, and nothing of them is written."""
@@ -147,7 +165,7 @@ class Holdings:
             self._loop.cancel(request_id(lease, index))
         self._rq.end(lease.shard, Ending.LOST)
         self.on_end()
-        log.warning("lost the lease of shard %s (attempt %d)", lease.shard, lease.attempt)
+        log.warning("lost the lease of shard %s (attempt %d)", lease.shard, lease.attempt, extra=ids(lease.shard))
 
     def lose_unless_finished(self, lease: Lease) -> None:
         """A renewal was refused. With all outcomes made, the recorder will learn whether the shard is done or lost."""
@@ -161,7 +179,7 @@ class Holdings:
         """Lets go of the shard taken last, if the engine, which begins with the oldest, has not begun any of it:
         ``waiting`` is the number of choices that it has not begun. The caller releases the lease."""
         with self._lock:
-            held = next(reversed(self._held.values()), None)
+            held = next((held for held in reversed(self._held.values()) if not self._is_paused(held)), None)
             if held is None or not held.unfinished or len(held.unfinished) < held.size or self._size(held) > waiting:
                 return None
             del self._held[held.lease.shard]
@@ -175,6 +193,74 @@ class Holdings:
             leases = [held.lease for held in self._held.values()]
             self._held.clear()
         return leases
+
+    def let_go(self, leases: Iterable[Lease]) -> dict[Lease, int]:
+        """Lets go of those of these leases that are held, each with the number of its unfinished requests: they leave
+        the engine without an outcome. Of one that was not read yet the number is 0. The caller releases them."""
+        with self._lock:
+            found = self._found(leases)
+            for held in found:
+                del self._held[held.lease.shard]
+        for held in found:
+            for name in held.names():
+                self._loop.cancel(name)
+        return {held.lease: len(held.unfinished or ()) for held in found}
+
+    # Pausing
+
+    def pause(self, batch_ids: Collection[str]) -> None:
+        """These batches are paused and no others, as far as they are held. Again with the same: no change."""
+        with self._pausing:
+            with self._lock:
+                before, self._paused = self._paused, frozenset(batch_ids)
+                held = list(self._held.values())
+                stopping = [name for each in held if self._is_paused(each) for name in each.names()]
+                resumed = [each for each in held if each.lease.shard.batch_id in before and not self._is_paused(each)]
+                going = [name for each in resumed for name in each.names(set(each.unfinished or ()) - each.held_back)]
+            self._tell(stopping, going)
+
+    @contextmanager
+    def adding(self, lease: Lease, index: int) -> Iterator[bool]:
+        """Within it a request is added to the engine: whether as a suspended one, the caller is told. Nobody suspends
+        or resumes meanwhile."""
+        with self._pausing:
+            with self._lock:
+                held = self._find(lease)
+                is_suspended = held is not None and (self._is_paused(held) or index in held.held_back)
+            yield is_suspended
+
+    def hold_back(self, leases: Collection[Lease], *, but: Collection[Hashable] = ()) -> None:
+        """The unfinished requests of these leases get no more tokens, but those that the engine knows as ``but``."""
+        with self._pausing:
+            stopping: list[Hashable] = []
+            with self._lock:
+                for held in self._found(leases):
+                    chosen = {i for i in held.unfinished or () if request_id(held.lease, i) not in but}
+                    held.held_back |= chosen
+                    stopping += held.names(chosen)
+            self._tell(stopping, [])
+
+    def let_on(self, leases: Collection[Lease]) -> None:
+        """Undoes :meth:`hold_back`."""
+        with self._pausing:
+            going: list[Hashable] = []
+            with self._lock:
+                for held in self._found(leases):
+                    chosen, held.held_back = held.held_back & set(held.unfinished or ()), set()
+                    going += [] if self._is_paused(held) else held.names(chosen)
+            self._tell([], going)
+
+    def _tell(self, suspended: list[Hashable], resumed: list[Hashable]) -> None:
+        if suspended:
+            self._loop.suspend(suspended)
+        if resumed:
+            self._loop.resume(resumed)
+
+    def _is_paused(self, held: Held) -> bool:
+        return held.lease.shard.batch_id in self._paused
+
+    def _found(self, leases: Iterable[Lease]) -> list[Held]:
+        return [held for lease in leases if (held := self._find(lease)) is not None]
 
     # Cancelling
 
@@ -200,10 +286,10 @@ class Holdings:
                 return
             held.is_cancelled = held.is_stopped = True
             unfinished = set(held.unfinished or ())
-        log.info("stopping shard %s by a command", shard)
+        log.info("stopping shard %s by a command", shard, extra=ids(shard))
         for index in unfinished:
             self._loop.cancel(request_id(held.lease, index))
 
-    def _find(self, lease: Lease) -> _Held | None:
+    def _find(self, lease: Lease) -> Held | None:
         held = self._held.get(lease.shard)
         return held if held is not None and held.lease == lease else None

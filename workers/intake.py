@@ -21,21 +21,26 @@ from typing import TYPE_CHECKING
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed
 from batchjobs.failpoints import reach
+from workers.held import ids
 from workers.outage import Outage
 from workers.reader import Reader
 from workers.recorder import MAX_BACKLOG
 from workers.rq_states import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from batchjobs.store import Store
     from batchjobs.types import Lease, ShardId
     from workers.engine.loop import EngineLoop
+    from workers.gate import Gate
     from workers.holdings import Holdings
     from workers.outcomes import Outcomes
+    from workers.reader import Observer
     from workers.recorder import Recorder
+    from workers.returns import Returns
     from workers.rq_worker import RqWorker
+    from workers.serving import Serving
 
 log = logging.getLogger("batchjobs.worker")
 
@@ -45,12 +50,14 @@ SHARE_SECONDS = 1.0
 MAX_PROBE = 128
 """Shards taken at once while SQL refuses all of them, as after the cancellation of a large batch."""
 
+LONGEST_FOREIGN_PAUSE_SECONDS = 4.0
+"""How long it looks at nothing when, again and again, all that is queued is for other models."""
+
 
 class Intake(threading.Thread):
-    """Fills the engine until stopped.
+    """Fills the engine until stopped. While the ``gate`` is shut it stands still between two passes.
 
     Args:
-        models: The names that this worker's model goes by.
         is_queue_broken: Whether Redis takes nothing more (it is full, say), so that the queue lacks what SQL has.
     """
 
@@ -62,23 +69,30 @@ class Intake(threading.Thread):
         holdings: Holdings,
         recorder: Recorder,
         outcomes: Outcomes,
+        serving: Serving,
+        gate: Gate,
+        returns: Returns,
         *,
-        models: Collection[str],
         lease_seconds: float,
         shard_size: int,
         max_requests: int,
         is_queue_broken: Callable[[], bool] = lambda: False,
+        observers: Observer | None = None,
     ) -> None:
         super().__init__(name="intake", daemon=True)
         self.failure: BaseException | None = None
         self.is_suspended = False
+        self.is_clearing = False
+        """Whether it waits for an empty engine, for a shard that is to run alone, or one runs alone."""
         self._store = store
         self._rq = rq
         self._loop = loop
         self._holdings = holdings
         self._recorder = recorder
-        self._reader = Reader(store, loop, holdings, recorder, outcomes, on_finish=self.make_room)
-        self._models = models
+        self._reader = Reader(store, loop, holdings, recorder, outcomes, self.make_room, observers)
+        self._serving = serving
+        self._gate = gate
+        self._returns = returns
         self._lease_seconds = lease_seconds
         self._choices_a_shard = float(shard_size)
         self._added_at_step = 0
@@ -86,11 +100,11 @@ class Intake(threading.Thread):
         self._is_queue_broken = is_queue_broken
         self._ahead = max(MIN_AHEAD, math.ceil(max_requests / 2))
         self._unread: deque[Lease] = deque()
-        self._unreleased: list[Lease] = []  # not wanted, and still to be released in SQL
         self._probe = 1
-        self._is_clearing = False  # for a shard that is to run alone, or while one runs
+        self._is_closed = False
         self._is_full = False
         self._empty_until = 0.0
+        self._foreign_pause = POLL_SECONDS
         self._redis_away_until = 0.0
         self._share_at = 0.0
         self._woken = threading.Event()
@@ -109,6 +123,10 @@ class Intake(threading.Thread):
         """Something has ended here: perhaps more is wanted."""
         self._woken.set()
 
+    def close(self) -> None:
+        """Claims nothing more from now on. What is held is read still."""
+        self._is_closed = True
+
     def stop(self, timeout: float | None = None) -> None:
         """Ends after the request in progress."""
         self._stopping.set()
@@ -120,7 +138,8 @@ class Intake(threading.Thread):
         try:
             while not self._stopping.is_set():
                 self._woken.clear()
-                pause = self._pass()
+                with self._gate.passing() as is_open:
+                    pause = self._pass() if is_open else self._rest()
                 if pause and not self._stopping.is_set():
                     self._woken.wait(pause)
         except BaseException as error:  # noqa: BLE001  the main thread reports it
@@ -129,7 +148,7 @@ class Intake(threading.Thread):
     def _pass(self) -> float:
         """One look, and what follows from it. Returns for how long there is nothing to do."""
         try:
-            self._release()
+            self._returns.release([])
             found = self._read() if self._unread else self._claim(self._shortage())
             if not found:
                 self._share()
@@ -138,12 +157,20 @@ class Intake(threading.Thread):
         self._sql.over()
         return 0.0 if found else POLL_SECONDS
 
+    def _rest(self) -> float:
+        """All that it does while the gate is shut."""
+        try:
+            self._returns.release([])
+        except BatchjobsError as error:
+            return self._sql.failed(error)
+        return POLL_SECONDS
+
     def _shortage(self) -> int:
         """How many shards are missing until enough choices wait."""
-        if self._is_held_up() or (self._is_clearing and len(self._holdings)):
+        if self._is_closed or self._is_held_up() or (self.is_clearing and len(self._holdings)):
             return 0
-        if self._is_clearing:
-            self._is_clearing = False
+        if self.is_clearing:
+            self.is_clearing = False
             return 1
         return max(0, math.ceil((self._ahead - self._waiting()) / self._choices_a_shard))
 
@@ -188,21 +215,36 @@ class Intake(threading.Thread):
         try:
             # What is held here under a lease that ran out meanwhile goes on when that is renewed.
             others = [shard for shard in popped if not self._holdings.holds(shard)]
-            leases = self._store.claim(others, self._rq.name, self._lease_seconds, self._models)
+            leases = self._lease(others)
             refused = set(popped) - {lease.shard for lease in leases}
-            foreign = self._store.for_other_models(refused, self._models) if refused else set()
+            served = self._serving.names, self._serving.version
+            foreign = self._store.for_other_models(refused, *served) if refused else set()
         except BatchjobsError:
             with contextlib.suppress(ConnectionFailed):
                 self._rq.put_back(popped)
             raise
         reach("after_claim")
         leases.sort(key=lambda lease: popped.index(lease.shard))  # the order of the queues
-        self._probe = 1 if leases else min(2 * self._probe, MAX_PROBE)
         self._settle(popped, leases, wanted, foreign)
-        if not leases and len(foreign) == len(popped):  # nothing here is for this model: no hurry to look again
-            self._empty_until = time.monotonic() + POLL_SECONDS
-            return False
+        if not leases and len(foreign) == len(popped):
+            return self._pass_over(wanted)
+        self._probe = 1 if leases else min(2 * self._probe, MAX_PROBE)
+        self._foreign_pause = POLL_SECONDS
         return True
+
+    def _pass_over(self, wanted: int) -> bool:
+        """All that was popped is for other models. What this one can serve may stand far behind them in the queue, so
+        SQL is asked for it. Where there is none there is no hurry to look again."""
+        if self._claim_without_redis(wanted):
+            self._foreign_pause = POLL_SECONDS
+            return True
+        self._empty_until = time.monotonic() + self._foreign_pause
+        self._foreign_pause = min(2 * self._foreign_pause, LONGEST_FOREIGN_PAUSE_SECONDS)
+        return False
+
+    def _lease(self, shards: list[ShardId]) -> list[Lease]:
+        served = self._serving.names, self._serving.version
+        return self._store.claim(shards, self._rq.name, self._lease_seconds, *served)
 
     def _pop(self, wanted: int) -> list[ShardId]:
         view = self._rq.look()
@@ -236,36 +278,32 @@ class Intake(threading.Thread):
 
     def _give_up(self, leases: list[Lease]) -> bool:
         """Gives leases back that nothing was begun with. False: as soon as the database is there again."""
-        self._unreleased += leases
         try:
-            self._release()
+            self._returns.release(leases)
         except ConnectionFailed as error:
             self._sql.failed(error)
             return False
         return True
-
-    def _release(self) -> None:
-        if self._unreleased:
-            self._store.release(self._unreleased)
-            self._unreleased.clear()
 
     def _wanted(self, leases: list[Lease], wanted: int) -> list[Lease]:
         """Which of the claimed shards to keep: the first ones, or one that runs alone, once nothing else is here."""
         alone = next((lease for lease in leases if lease.alone), None)
         if alone is None:
             return leases[:wanted]
-        if not self._is_clearing:
-            log.warning("shard %s took its worker down before: it runs alone, the rest is finished first", alone.shard)
-        self._is_clearing = True
+        if not self.is_clearing:
+            said = "shard %s took its worker down before: it runs alone, the rest is finished first"
+            log.warning(said, alone.shard, extra=ids(alone.shard))
+        self.is_clearing = True
         return [] if len(self._holdings) else [alone]
 
     def _claim_without_redis(self, wanted: int) -> bool:
         """SQL is the truth: while Redis is away or full, work is taken from it directly. Of what is oldest some are
         chosen by chance, because other workers are choosing too."""
-        claimable = self._store.claimable(8 * wanted + len(self._holdings), models=self._models)
+        serving, limit = self._serving, 8 * wanted + len(self._holdings)
+        claimable = self._store.claimable(limit, models=serving.names, version=serving.version)
         found = [each for each in claimable if not self._holdings.holds(each[0])]
         chosen = dict(random.sample(found, min(wanted, len(found))))
-        leases = self._store.claim(list(chosen), self._rq.name, self._lease_seconds, self._models)
+        leases = self._lease(list(chosen))
         kept = self._wanted(leases, wanted)
         for lease in kept:
             self._holdings.take(lease)
@@ -291,7 +329,8 @@ class Intake(threading.Thread):
                 self._rq.end(lease.shard, Ending.LOST)  # it is queued again when it is released
                 return
             self._rq.give_back([lease.shard])
-            log.info("gave shard %s, not begun here, to a worker that is idle", lease.shard)
+            said = "gave shard %s, not begun here, to a worker that is idle"
+            log.info(said, lease.shard, extra=ids(lease.shard))
         except ConnectionFailed as error:
             log.debug("did not share: %s", error)  # nothing depends on it; others say what is wrong
 

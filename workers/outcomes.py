@@ -11,8 +11,8 @@ from batchjobs.types import Completion, FinishReason, RequestError, RequestStatu
 
 if TYPE_CHECKING:
     from batchjobs.types import Lease, Request
-    from workers.engine.engine import Engine
     from workers.engine.requests import EngineOutput
+    from workers.serving import Serving
 
 _STATUS = {
     FinishReason.STOP: RequestStatus.COMPLETED,
@@ -27,7 +27,7 @@ class Outcomes:
     """Makes the completions of one worker: each says who made it, with which model, at which attempt."""
 
     worker: str
-    engine: Engine
+    serving: Serving
 
     def of(self, output: EngineOutput, lease: Lease, request: Request) -> tuple[Completion, ...]:
         """Those of all the choices, in order. A failed one has what there was of the answer, without the prompt."""
@@ -42,12 +42,14 @@ class Outcomes:
             return prompt_text(prompt, ())
         if output.prompt_scores is not None:
             return prompt_text(prompt, output.prompt_scores.tokens)
-        return prompt_text(prompt, map(self.engine.vocabulary.text, prompt))
+        return prompt_text(prompt, map(self.serving.engine.vocabulary.text, prompt))
 
     def _choice(self, output: EngineOutput, lease: Lease, index: int, prompt: str | None) -> Completion:
         text = output.text
         if prompt is not None and output.finish_reason is not FinishReason.ERROR:
             text = following(prompt, text, output.tokens)
+        # Not the engine's own: it may have been updated since the last token was drawn.
+        version = output.version_spans[-1].version if output.version_spans else self.serving.version
         return Completion(
             index=index,
             choice=output.choice,
@@ -61,8 +63,9 @@ class Outcomes:
             logprobs=output.logprobs,
             token_times=output.token_times,
             top_logprobs=output.top_logprobs,
-            model=self.engine.model_name,
-            model_version=self.engine.model_version,
+            model=self.serving.model_of(version),
+            model_version=version,
+            version_spans=output.version_spans,
             worker=self.worker,
             attempt=lease.attempt,
             started_at=output.started_at,
@@ -84,12 +87,13 @@ class Outcomes:
     def _empty(
         self, lease: Lease, index: int, status: RequestStatus, reason: FinishReason, error: RequestError | None
     ) -> Completion:
+        version = self.serving.version
         return Completion(
             index=index,
             status=status,
             finish_reason=reason,
-            model=self.engine.model_name,
-            model_version=self.engine.model_version,
+            model=self.serving.model_of(version),
+            model_version=version,
             worker=self.worker,
             attempt=lease.attempt,
             finished_at=datetime.now(UTC),

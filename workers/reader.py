@@ -10,21 +10,21 @@ import hashlib
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from batchjobs.errors import InvalidParameter
 from batchjobs.failpoints import reach
 from batchjobs.text import plural, shortened
 from batchjobs.types import Endpoint, RequestError
-from workers.engine.loop import EngineStopped
+from workers.engine.outbox import EngineStopped
 from workers.engine.requests import EngineRequest, PromptError
-from workers.holdings import request_id
+from workers.held import ids, request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from batchjobs.store import Store
-    from batchjobs.types import Completion, Lease, Progress, Request, SamplingParams
+    from batchjobs.types import Completion, Lease, Progress, Request, SamplingParams, ShardId
     from workers.engine.engine import Engine
     from workers.engine.loop import EngineLoop
     from workers.engine.requests import EngineOutput
@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchjobs.worker")
 
 _SEED_BYTES = 6
+
+
+class Observer(Protocol):
+    """Whoever counts what the worker does. The engine's thread calls it: it must be quick."""
+
+    def finished(self, choices: Sequence[EngineOutput]) -> None:
+        """A request of this worker has its outcome."""
+
+    def updated(self, result: Literal["done", "refused", "failed"]) -> None:
+        """A model update came to its end: failed is one that broke in the middle."""
 
 
 class Reader:
@@ -48,6 +58,7 @@ class Reader:
         recorder: Recorder,
         outcomes: Outcomes,
         on_finish: Callable[[], None],
+        observers: Observer | None = None,
     ) -> None:
         self._store = store
         self._loop = loop
@@ -55,6 +66,7 @@ class Reader:
         self._recorder = recorder
         self._outcomes = outcomes
         self._on_finish = on_finish
+        self._observers = observers
 
     def read(self, lease: Lease, is_stopping: Callable[[], bool]) -> int:
         """Hands the unfinished requests of a shard to the engine, one by one; stops in the middle when told to.
@@ -72,7 +84,8 @@ class Reader:
         self._holdings.fill(lease, choices)
         if not requests:
             self._holdings.lose(lease)
-        log.info("claimed shard %s (%s, attempt %d)", lease.shard, _described(len(requests), begun), lease.attempt)
+        described = _described(len(requests), begun)
+        log.info("claimed shard %s (%s, attempt %d)", lease.shard, described, lease.attempt, extra=ids(lease.shard))
         for request in requests:
             if is_stopping() or not self._submit(lease, request, begun.get(request.index, ())):
                 break
@@ -91,16 +104,18 @@ class Reader:
             code = error.code if isinstance(error, PromptError) else "invalid_request"
             self._fail(lease, request.index, code, str(error))
         except Exception as error:  # noqa: BLE001  whatever a tokenizer does with this text, it is this request's alone
-            log.error("request %d of shard %s cannot be tokenised: %r", request.index, lease.shard, error)
+            fields = ids(lease.shard, request.index)
+            log.error("request %d of shard %s cannot be tokenised: %r", *_place(lease, request), error, extra=fields)
             self._fail(lease, request.index, "tokenization_failed", shortened(f"{type(error).__name__}: {error}", 300))
         else:
-            name = request_id(lease, request.index)
-            return self._add(lease, request, EngineRequest(name, prompt_ids, sampling, begun=begun))
+            name, made_by = request_id(lease, request.index), (self._outcomes.worker, lease.attempt)
+            return self._add(lease, request, EngineRequest(name, prompt_ids, sampling, begun=begun, made_by=made_by))
         return True
 
     def _add(self, lease: Lease, request: Request, engine_request: EngineRequest) -> bool:
         try:
-            self._loop.add(engine_request, partial(self._take, lease, request))
+            with self._holdings.adding(lease, request.index) as suspended:
+                self._loop.add(replace(engine_request, suspended=suspended), partial(self._take, lease, request))
         except EngineStopped:  # the main thread has seen it too, and gives everything back
             return False
         return True
@@ -110,18 +125,23 @@ class Reader:
         try:
             choices = self._outcomes.of(output, lease, request)
         except Exception as error:
-            log.exception("the outcome of request %d of shard %s cannot be read", request.index, lease.shard)
+            fields = ids(lease.shard, request.index)
+            log.exception("the outcome of request %d of shard %s cannot be read", *_place(lease, request), extra=fields)
             problem = RequestError(code="internal_error", message=shortened(f"{type(error).__name__}: {error}", 300))
             choices = self._outcomes.failed(lease, request.index, problem)
-        self._record(lease, choices)
+        if self._record(lease, choices) and self._observers is not None:
+            self._observers.finished(output.choices)
         self._on_finish()
 
     def _fail(self, lease: Lease, index: int, code: str, message: str) -> None:
         self._record(lease, self._outcomes.failed(lease, index, RequestError(code=code, message=message)))
 
-    def _record(self, lease: Lease, choices: tuple[Completion, ...]) -> None:
-        if self._holdings.finish(lease, choices[0].index):
+    def _record(self, lease: Lease, choices: tuple[Completion, ...]) -> bool:
+        """Whether anybody wants it."""
+        is_wanted = self._holdings.finish(lease, choices[0].index)
+        if is_wanted:
             self._recorder.put(lease, choices)
+        return is_wanted
 
 
 def encode(engine: Engine, request: Request) -> tuple[int, ...]:
@@ -141,6 +161,10 @@ def seeded(sampling: SamplingParams, batch_id: str, index: int) -> SamplingParam
         return sampling
     digest = hashlib.blake2b(f"{batch_id}/{index}".encode(), digest_size=_SEED_BYTES).digest()
     return replace(sampling, seed=int.from_bytes(digest))
+
+
+def _place(lease: Lease, request: Request) -> tuple[int, ShardId]:
+    return request.index, lease.shard
 
 
 def _described(requests: int, begun: Mapping[int, object]) -> str:

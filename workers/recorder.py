@@ -18,6 +18,7 @@ from batchjobs.errors import BatchjobsError
 from batchjobs.failpoints import reach
 from batchjobs.text import shortened
 from batchjobs.types import Completion, Lease, RequestError
+from workers.held import ids
 from workers.outage import Outage
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Recorder(threading.Thread):
         self._outcomes = outcomes
         self._queue: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._backlog = 0
-        self._backlog_lock = threading.Lock()
+        self._counted = threading.Condition()  # over the backlog
         self._outage = Outage("recording outcomes")
         self._stopping = threading.Event()
         self._give_up_at = float("inf")
@@ -74,9 +75,15 @@ class Recorder(threading.Thread):
         """Whether the database is away."""
         return self._outage.is_on
 
+    def flush(self, seconds: float) -> bool:
+        """Waits until all that was put has been written, for at most so long. Whether it has."""
+        with self._counted:
+            return self._counted.wait_for(lambda: not self._backlog, seconds)
+
     def _count(self, more: int) -> None:
-        with self._backlog_lock:
+        with self._counted:
             self._backlog += more
+            self._counted.notify_all()
 
     def stop(self, seconds: float) -> int:
         """Writes what is left, for at most ``seconds``. Returns how many rows could not be written."""
@@ -152,7 +159,9 @@ class Recorder(threading.Thread):
             half = len(records) // 2
             return self._persist(records[:half]) and self._persist(records[half:])
         (lease, (refused, *_)), reason = records[0], _reason(error)
-        log.error("the database refused the outcome of request %d of shard %s: %s", refused.index, lease.shard, reason)
+        fields = ids(lease.shard, refused.index)
+        said = "the database refused the outcome of request %d of shard %s: %s"
+        log.error(said, refused.index, lease.shard, reason, extra=fields)
         if refused.error is not None and refused.error.code == NOT_STORED:
             self._let_go(lease)
             return True

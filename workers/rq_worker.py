@@ -18,7 +18,6 @@ import os
 import queue as queues
 import socket
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -42,7 +41,8 @@ from batchjobs.queue import (
 )
 from batchjobs.redis_client import REPLY_SECONDS, connect, redis_errors
 from batchjobs.types import Priority, ShardId
-from workers.command_listener import Command, CommandKind, CommandListener
+from workers.command_listener import CommandListener, Message, MessageKind
+from workers.queue_view import QueueView, is_shard, shares
 from workers.rq_states import Ending, HeldJob, leave_intermediate
 
 if TYPE_CHECKING:
@@ -55,19 +55,6 @@ MAX_PENDING_ENDINGS = 10_000
 """Endings kept while Redis is away. Older ones are dropped: their executions expire by themselves."""
 
 _MIN_EXECUTION_TTL_SECONDS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class QueueView:
-    """The queues at one moment: shards that wait, by queue; other workers with nothing to do; `rq suspend`."""
-
-    depths: tuple[int, ...]
-    idle_others: int
-    suspended: bool
-
-    @property
-    def depth(self) -> int:
-        return sum(self.depths)
 
 
 class RqWorker(BaseWorker):
@@ -84,12 +71,14 @@ class RqWorker(BaseWorker):
         self.url = url
         # Not a SimpleQueue: the main thread waits here with a timeout, and a signal's handler that runs for longer than
         # what is left of it makes that one wait for ever (CPython 3.11).
-        self.commands: queues.Queue[Command] = queues.Queue()
+        self.messages: queues.Queue[Message] = queues.Queue()
         self._popped: dict[ShardId, tuple[Job, Queue]] = {}
         self._held: dict[ShardId, HeldJob] = {}
         self._ended: dict[HeldJob, None] = {}  # in the order in which they ended
         self.note = ""
         """What the worker waits for; told with each heartbeat, as SQL may be the very thing."""
+        self.is_paused = False
+        """Whether an operator has paused the worker: RQ shows it as suspended then, whatever it holds."""
         self._suspended = False
         self._lock = threading.Lock()  # over the three books; never held while talking to Redis
         self._listener: CommandListener | None = None
@@ -157,9 +146,9 @@ class RqWorker(BaseWorker):
             self.connection.delete(self.key)
 
     def handle_payload(self, message: dict[str, Any]) -> None:
-        """Runs in the listener's thread: only notes the command, for the daemon to read."""
+        """Runs in the listener's thread: only notes the message, for the daemon to read."""
         if as_text(message["channel"]) == WAKE_CHANNEL:
-            self.commands.put(Command(CommandKind.WAKE))
+            self.messages.put(Message(MessageKind.WAKE))
             return
         try:
             payload = json.loads(message["data"])
@@ -168,12 +157,12 @@ class RqWorker(BaseWorker):
             log.warning("ignored a command that is not RQ's: %r", message["data"])
             return
         if kind == "shutdown":
-            self.commands.put(Command(CommandKind.SHUTDOWN))
+            self.messages.put(Message(MessageKind.SHUTDOWN))
         elif kind in ("stop-job", "stop-execution"):
             with self._lock:
                 shard = next((s for s in self._held if str(s) == payload.get("job_id")), None)
             if shard is not None:
-                self.commands.put(Command(CommandKind.STOP_SHARD, shard))
+                self.messages.put(Message(MessageKind.STOP_SHARD, shard))
         else:
             log.warning("ignored RQ's command %s: this worker has no process of its own for a shard", kind)
 
@@ -210,7 +199,7 @@ class RqWorker(BaseWorker):
     def pop(self, count: int, view: QueueView) -> list[ShardId]:
         """Takes up to ``count`` shards, in order of priority, into the intermediate lists, and reads their jobs.
         What is no shard, or has no job any more, is dropped."""
-        takes = _shares(count, view.depths)
+        takes = shares(count, view.depths)
         sources = [queue for queue, take in zip(self.queues, takes, strict=True) for _ in range(take)]
         with self._errors(), self.connection.pipeline(transaction=False) as pipe:
             for queue in sources:
@@ -225,7 +214,7 @@ class RqWorker(BaseWorker):
 
     def _fetch(self, job_ids: Sequence[str]) -> dict[str, Job]:
         """The jobs that are whole, not cancelled, and shards."""
-        shards = [job_id for job_id in job_ids if _is_shard(job_id)]
+        shards = [job_id for job_id in job_ids if is_shard(job_id)]
         for other in set(job_ids) - set(shards):
             log.warning("dropped the job %r from the queue: it is not a shard", other)
         try:
@@ -311,7 +300,7 @@ class RqWorker(BaseWorker):
         with self._errors(), self.connection.pipeline() as pipe:
             for one in held:
                 one.started(pipe, self._execution_ttl, whole=whole)
-            self.set_state(WorkerStatus.BUSY, pipeline=pipe)
+            self.set_state(self._state_now(), pipeline=pipe)
             self.heartbeat(pipeline=pipe)
             pipe.execute()
         for one in held:
@@ -336,6 +325,8 @@ class RqWorker(BaseWorker):
         self._show_started([one for one in held if not one.written], whole=True)
 
     def _state_now(self) -> WorkerStatus:
+        if self.is_paused:
+            return WorkerStatus.SUSPENDED
         if self._held:
             return WorkerStatus.BUSY
         return WorkerStatus.SUSPENDED if self._suspended else WorkerStatus.IDLE
@@ -406,23 +397,6 @@ class RqWorker(BaseWorker):
             self.set_state(self._state_now(), pipeline=pipe)
             pipe.execute()
         return len(held)
-
-
-def _shares(count: int, depths: Sequence[int]) -> list[int]:
-    """How many to take from each queue: the first ones first."""
-    takes = []
-    for depth in depths:
-        takes.append(min(count, depth))
-        count -= takes[-1]
-    return takes
-
-
-def _is_shard(job_id: str) -> bool:
-    try:
-        ShardId.parse(job_id)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_running(pid: int) -> bool:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from batchjobs.errors import ConnectionFailed
 from batchjobs.failpoints import reach
 from batchjobs.text import plural
-from workers.engine.loop import EngineStopped
+from workers.engine.outbox import EngineStopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from batchjobs.store import Store
     from workers.checkpointer import Checkpointer
+    from workers.commands import Commands
     from workers.engine.loop import EngineLoop
     from workers.holdings import Holdings
     from workers.intake import Intake
@@ -53,7 +54,7 @@ class Shutdown:
     recorder: Recorder
     checkpoints: Checkpointer | None
     upkeep: Upkeep
-    claiming: Iterable[Intake | Periodic]
+    claiming: Iterable[Commands | Intake | Periodic]
     beating: Iterable[Periodic]
     _away: set[str] = field(default_factory=set)  # servers that did not answer
 

@@ -1,4 +1,4 @@
-"""What a worker does every few seconds to stay a good citizen: heartbeats, cancellations, reconciliation.
+"""What a worker does every few seconds to stay a good citizen: heartbeats and reconciliation.
 
 The heartbeats stop when the engine does: a worker that hangs must lose its shards, not keep them for ever.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from workers.engine.loop import EngineLoop
     from workers.engine.requests import EngineStats
     from workers.holdings import Holdings
+    from workers.mode import Mode
     from workers.rq_worker import RqWorker
 
 log = logging.getLogger("batchjobs.worker")
@@ -42,6 +43,7 @@ class Upkeep:
         rq: RqWorker,
         loop: EngineLoop,
         holdings: Holdings,
+        mode: Mode,
         *,
         lease_seconds: float,
         heartbeat_seconds: float,
@@ -52,6 +54,7 @@ class Upkeep:
         self._rq = rq
         self._loop = loop
         self._holdings = holdings
+        self._mode = mode
         self._lease_seconds = lease_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._stall_seconds = stall_seconds
@@ -100,12 +103,9 @@ class Upkeep:
             self._queue.revive()
             raise
 
-    def watch_cancels(self) -> None:
-        """Looks whether somebody asked to cancel what this worker holds."""
-        leases = self._holdings.leases
-        if leases:
-            batches = self._store.cancel_requested({lease.shard.batch_id for lease in leases})
-            self._holdings.cancel(batches, self._store.cancelled_requests(leases))
+    def beat_soon(self) -> None:
+        """The next :meth:`keep_rq` tells Redis what goes on, whenever that was last."""
+        self._next_beat = 0.0
 
     def reconcile(self) -> None:
         """Puts back into Redis what it lacks; one worker at a time does."""
@@ -132,7 +132,8 @@ class Upkeep:
 
     def _hangs(self, stats: EngineStats) -> bool:
         silent = time.monotonic() - stats.ticked_at
-        hangs = bool(stats.running + stats.waiting) and silent > self._stall_seconds
+        has_work = bool(stats.running + stats.waiting) and not self._loop.is_updating
+        hangs = has_work and silent > self._stall_seconds
         if hangs and not self._is_stalled:
             log.error("the engine has not moved for %.0f s: heartbeats stop, and other workers take over", silent)
         if self._is_stalled and not hangs:
@@ -145,7 +146,7 @@ class Upkeep:
         self._last_figures = (now, stats.generated_tokens)
         unfinished = self._holdings.unfinished
         return WorkerFigures(
-            state="busy" if unfinished else "suspended" if self._rq.is_suspended else "idle",
+            state=self._mode.state(is_busy=bool(unfinished), is_suspended=self._rq.is_suspended),
             running=stats.running,
             waiting=max(0, unfinished - stats.running),
             kv_usage_ratio=stats.kv_usage_ratio,

@@ -19,6 +19,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
 from tests.chaos.proxy import Network, Proxy
 from tests.support.batches import select, submit
+from tests.support.running import open_long
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
 from tests.support.workers import ThreadWorker
@@ -125,7 +126,7 @@ def test_workers_shows_who_is_cut_off_from_the_database(
     queue = JobQueue(settings.redis_url or "")
     own = connect_store(settings)
     worker = ThreadWorker(settings, own, queue, "w1")
-    eventually(lambda: store.workers(), "it is there")
+    eventually(lambda: [row.state for row in store.workers()] == ["idle"], "it is there")
     wire[0].refuse()
     direct = settings.model_copy(update={"database_url": database_url})
     with Client(direct) as client:
@@ -139,6 +140,34 @@ def test_workers_shows_who_is_cut_off_from_the_database(
     wire[0].restore()
     with Client(direct) as client:
         eventually(lambda: [row.state for row in client.workers()] == ["idle"], "it is back")
+    assert worker.stop() == 0
+    own.close()
+    queue.close()
+
+
+def test_a_database_that_is_away_lifts_no_pause(
+    settings: Settings, store: Store, wire: tuple[Proxy, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy, _ = wire
+    queue = JobQueue(settings.redis_url or "")
+    batch_id = open_long(store, queue, 40, max_tokens=100)
+    own = connect_store(settings)
+    worker = ThreadWorker(settings, own, queue, "w1", step_seconds=0.005)
+    eventually(lambda: store.batch(batch_id).counts.completed >= 4, "it works")
+    store.pause_worker("w1", by="ann@host")
+    queue.wake()
+    eventually(lambda: worker.loop.is_standing, "it stands still")
+    made = worker.loop.stats().generated_tokens
+    proxy.refuse()
+    eventually(lambda: "looking for orders failed, trying again" in caplog.text, "it looks in vain")
+    assert worker.loop.is_standing
+    proxy.restore()
+    store.cancel_request(batch_id, 39)
+    eventually(lambda: store.batch(batch_id).counts.cancelled == 1, "it hears again", 20)
+    assert (worker.loop.is_standing, worker.loop.stats().generated_tokens) == (True, made)
+    store.resume_worker("w1")
+    eventually(lambda: store.batch(batch_id).status.is_final, "it goes on", 30)
+    assert store.batch(batch_id).counts.completed == 39
     assert worker.stop() == 0
     own.close()
     queue.close()

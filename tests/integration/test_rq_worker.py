@@ -23,9 +23,10 @@ from batchjobs.errors import ConnectionFailed, UsageError
 from batchjobs.queue import JobQueue
 from batchjobs.types import Priority, ShardId
 from tests.support.waiting import eventually
-from workers.command_listener import Command, CommandKind
+from workers.command_listener import Message, MessageKind
+from workers.queue_view import QueueView
 from workers.rq_states import Ending
-from workers.rq_worker import QueueView, RqWorker
+from workers.rq_worker import RqWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,11 +99,11 @@ def books(queue: JobQueue) -> Books:
     return Books(queue)
 
 
-def heard(worker: RqWorker) -> Command:
-    """The next command that is not just the wake-up call of an enqueue."""
-    while (command := worker.commands.get(timeout=10)).kind == CommandKind.WAKE:
+def heard(worker: RqWorker) -> Message:
+    """The next message that is not just the wake-up call of an enqueue."""
+    while (message := worker.messages.get(timeout=10)).kind == MessageKind.WAKE:
         pass
-    return command
+    return message
 
 
 def take(worker: RqWorker, count: int) -> list[ShardId]:
@@ -235,7 +236,7 @@ def test_a_stopped_shard_ends_as_stopped(queue: JobQueue, worker: RqWorker, book
     queue.enqueue(entries(1, 2))
     take(worker, 2)
     send_stop_job_command(queue.connection, str(shard(2)), serializer=JSONSerializer)
-    assert heard(worker) == Command(CommandKind.STOP_SHARD, shard(2))
+    assert heard(worker) == Message(MessageKind.STOP_SHARD, shard(2))
     worker.end(shard(2), Ending.STOPPED)
     worker.flush()
     assert books.state() == ([], [1], [], [2])
@@ -257,18 +258,18 @@ def test_a_lost_shard_is_left_to_its_new_owner(queue: JobQueue, worker: RqWorker
     assert books.worker().successful_job_count == 0
 
 
-def test_shutdown_and_wake_only_append_to_the_commands(queue: JobQueue, worker: RqWorker) -> None:
+def test_shutdown_and_wake_only_append_to_the_messages(queue: JobQueue, worker: RqWorker) -> None:
     send_shutdown_command(queue.connection, "w1")
-    assert heard(worker) == Command(CommandKind.SHUTDOWN)
+    assert heard(worker) == Message(MessageKind.SHUTDOWN)
     queue.wake()
-    assert worker.commands.get(timeout=10) == Command(CommandKind.WAKE)
+    assert worker.messages.get(timeout=10) == Message(MessageKind.WAKE)
 
 
 def test_foreign_messages_are_passed_over(queue: JobQueue, worker: RqWorker) -> None:
     for message in ("not json", "[]", '{"command": "kill-horse"}', '{"command": "stop-job", "job_id": "x"}'):
         queue.connection.publish(worker.pubsub_channel_name, message)
     send_shutdown_command(queue.connection, "w1")
-    assert heard(worker) == Command(CommandKind.SHUTDOWN)
+    assert heard(worker) == Message(MessageKind.SHUTDOWN)
 
 
 def test_commands_are_heard_again_after_a_restart_of_redis(redis_server: RedisServer, worker: RqWorker) -> None:
@@ -276,8 +277,23 @@ def test_commands_are_heard_again_after_a_restart_of_redis(redis_server: RedisSe
     redis_server.restart()
     client = redis_server.client()
     eventually(lambda: client.publish(worker.pubsub_channel_name, '{"command": "shutdown"}'), "it listens again")
-    assert heard(worker) == Command(CommandKind.SHUTDOWN)
+    assert heard(worker) == Message(MessageKind.SHUTDOWN)
     client.close()
+
+
+def test_paused_by_an_operator_it_shows_as_suspended_whatever_it_holds(
+    queue: JobQueue, worker: RqWorker, books: Books
+) -> None:
+    queue.enqueue(entries(1))
+    take(worker, 1)
+    assert books.worker().get_state() == "busy"
+    worker.is_paused = True
+    worker.beat()
+    assert books.worker().get_state() == "suspended"
+    assert books.state() == ([], [1], [], []), "it keeps what it holds"
+    worker.is_paused = False
+    worker.beat()
+    assert books.worker().get_state() == "busy"
 
 
 def test_suspended_and_resumed(queue: JobQueue, worker: RqWorker, books: Books) -> None:
@@ -421,12 +437,12 @@ def test_rq_loops_and_signal_handlers_stay_out(worker: RqWorker) -> None:
 def test_a_signal_in_the_wait_for_a_command_does_not_make_it_last_for_ever(worker: RqWorker) -> None:
     """Its handler may take longer than what is left of the wait: on a busy machine any handler does."""
     before = signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(0.2))
-    rescue = threading.Timer(5, lambda: worker.commands.put(Command(CommandKind.WAKE)))
+    rescue = threading.Timer(5, lambda: worker.messages.put(Message(MessageKind.WAKE)))
     rescue.start()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.02)
         with pytest.raises(queues.Empty):
-            worker.commands.get(timeout=0.1)
+            worker.messages.get(timeout=0.1)
     finally:
         rescue.cancel()
         signal.signal(signal.SIGALRM, before)

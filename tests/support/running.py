@@ -11,7 +11,7 @@ import pytest
 
 from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
-from tests.support.batches import create
+from tests.support.batches import create, request, select
 from tests.support.workers import ThreadWorker
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def open_batch(store: Store, *requests: Request, shard_size: int = 4) -> str:
 
 def enqueue(store: Store, queue: JobQueue) -> int:
     """Queues whatever can be claimed."""
-    return queue.enqueue(store.claimable(1000))
+    return queue.enqueue(store.claimable(100_000))
 
 
 def completions(store: Store, batch_id: str) -> list[Completion]:
@@ -89,3 +89,32 @@ def attempts(store: Store, batch_id: str) -> list[int]:
     """Of the shards, in their order."""
     _, rows = store.select(f"SELECT attempts FROM shards WHERE batch_id = '{batch_id}' ORDER BY shard_no", 1000)
     return [row[0] for row in rows]
+
+
+def open_long(store: Store, queue: JobQueue, count: int, *, max_tokens: int = 100_000, **values: Any) -> str:
+    """The id of a queued batch of long answers."""
+    shard_size = values.pop("shard_size", 4)
+    body = values.pop("body", {})
+    batch_id = create(store, shard_size=shard_size, **values)
+    store.add_requests(
+        batch_id, [request(index, prompt=f"prompt {index}", max_tokens=max_tokens, **body) for index in range(count)]
+    )
+    store.open_batch(batch_id)
+    enqueue(store, queue)
+    return batch_id
+
+
+def state(store: Store, name: str = "w1") -> str:
+    """What the worker said last that it does."""
+    return next((row.state for row in store.workers() if row.name == name), "")
+
+
+def is_still(worker: ThreadWorker) -> bool:
+    """Whether the worker's engine stands still, as an operator wished."""
+    return worker.loop.is_standing
+
+
+def checkpointed(store: Store, batch_id: str) -> dict[int, int]:
+    """Tokens of each unfinished request that are stored, by index."""
+    rows = select(store, f"SELECT \"index\", completion_tokens FROM checkpoints WHERE batch_id = '{batch_id}'")
+    return {row[0]: row[1] for row in rows}

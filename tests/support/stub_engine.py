@@ -11,6 +11,10 @@ is a character. Some prompts are special:
 
 A request that was begun elsewhere goes on behind its tokens, which keep their logprobs and times. Two stubs with
 different ``logprob`` show which of them made which token.
+
+Its models are names such as ``other@stub-2``: a model and its version. One that holds "reload" has another shape, one
+that holds "missing" cannot be found, and one that holds "broken" is refused in the middle of the update. After an
+update tokens have the logprob ``UPDATED_LOGPROB``.
 """
 
 from __future__ import annotations
@@ -18,15 +22,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from batchjobs.types import FinishReason, Progress, RequestError, TokenText
-from workers.engine.loop import EngineStopped
+from batchjobs.errors import UsageError
+from batchjobs.types import FinishReason, Inflight, Progress, RequestError, TokenText, VersionSpan
+from workers.engine.outbox import EngineStopped
 from workers.engine.requests import EngineOutput, EngineRequest, EngineStats, PromptError, PromptScores
+
+UPDATED_LOGPROB = -0.125
 
 
 class StubVocabulary:
@@ -43,6 +50,7 @@ class StubEngine:
 
     def __init__(self, model_version: str = "stub-1") -> None:
         self.model_version = model_version
+        self.model_details = {"architecture": "Stub"}
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -81,15 +89,20 @@ class _Choice:
     tokens: list[TokenText] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
     reason: FinishReason | None = None
     error: RequestError | None = None
 
     def go_on(self, begun: Progress) -> None:
         self.token_ids, self.tokens = list(begun.token_ids), list(begun.tokens)
         self.logprobs, self.times = list(begun.logprobs), list(begun.token_times)
+        self.spans = list(begun.version_spans)
 
-    def take(self, logprob: float, seconds: float) -> None:
+    def take(self, logprob: float, seconds: float, version: str, made_by: tuple[str | None, int]) -> None:
         position = len(self.token_ids)
+        span = VersionSpan(version=version, from_token=position, worker=made_by[0], attempt=made_by[1])
+        if not self.spans or replace(self.spans[-1], from_token=position) != span:
+            self.spans.append(span)
         self.token_ids.append(position)
         self.tokens.append(_word(self.prompt_tokens, self.number, position))
         self.logprobs.append(logprob)
@@ -103,6 +116,7 @@ class _Choice:
             logprobs=tuple(self.logprobs),
             token_times=tuple(self.times),
             started_at=started_at,
+            version_spans=tuple(self.spans),
         )
 
 
@@ -112,17 +126,20 @@ class _Sequence:
 
     request: EngineRequest
     on_finish: Callable[[EngineOutput], None]
-    logprob: float
     started_at: datetime | None = None
     started: float = 0.0  # the same instant by the monotonic clock
     choices: list[_Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        length = len(self.request.prompt_ids)
-        self.choices = [_Choice(number, length) for number in range(self.request.sampling.n)]
+        self.clear()
         for part in self.request.begun:
             self.choices[part.choice].go_on(part)
             self.started_at = part.started_at
+
+    def clear(self) -> None:
+        """From the beginning."""
+        length = len(self.request.prompt_ids)
+        self.choices = [_Choice(number, length) for number in range(self.request.sampling.n)]
 
     @property
     def prompt(self) -> str:
@@ -140,11 +157,11 @@ class _Sequence:
         for choice in self.going:
             self._look(choice)
 
-    def advance(self) -> int:
+    def advance(self, logprob: float, version: str) -> int:
         """A token for each choice that goes on. Returns how many there were."""
         going = self.going
         for choice in going:
-            choice.take(self.logprob, time.monotonic() - self.started)
+            choice.take(logprob, time.monotonic() - self.started, version, self.request.made_by)
             self._look(choice)
         return len(going)
 
@@ -194,6 +211,7 @@ class _Sequence:
             first_token_at=first,
             finished_at=now,
             error=choice.error,
+            version_spans=tuple(choice.spans),
         )
 
     def _scores(self) -> PromptScores | None:
@@ -208,6 +226,40 @@ class _Sequence:
             logprobs=(None, *(-0.25 for _ in ids[1:])),
             top_logprobs=(None, *tops) if wanted else None,
         )
+
+
+@dataclass
+class StubStaged:
+    """A model as the stub has it loaded."""
+
+    source: str
+    name: str
+    version: str
+    details: dict[str, Any] = field(default_factory=lambda: {"architecture": "Stub"})
+
+    @property
+    def why_not_hot(self) -> str | None:
+        return "its layers have other shapes" if "reload" in self.source else None
+
+    @property
+    def is_hot(self) -> bool:
+        return self.why_not_hot is None
+
+
+@dataclass(frozen=True)
+class StubReport:
+    """As :class:`workers.engine.update.UpdateReport`, which needs torch."""
+
+    old_version: str
+    new_version: str
+    old_model: str
+    new_model: str
+    is_reload: bool
+    seconds: float = 0.0
+    finished: int = 0
+    restarted: int = 0
+    recomputed: int = 0
+    kept: int = 0
 
 
 class StubLoop:
@@ -234,9 +286,14 @@ class StubLoop:
         self._waiting: dict[Hashable, _Sequence] = {}
         self._running: dict[Hashable, _Sequence] = {}
         self._cancelled: set[Hashable] = set()
+        self._suspended: set[Hashable] = set()
         self._stopping = threading.Event()
         self._open = threading.Event()
         self._open.set()
+        self.can_stage = threading.Event()
+        """Cleared by a test, loading a model takes until it is set."""
+        self.can_stage.set()
+        self.is_staging = self.is_updating = self._is_finishing = False
         self._ticked_at = time.monotonic()
         self._steps = self._tokens = self._prompt_tokens = 0
         self._thread: threading.Thread | None = None
@@ -293,17 +350,84 @@ class StubLoop:
                 raise EngineStopped("the stub was stopped")
             if request.request_id in self._waiting or request.request_id in self._running:
                 raise ValueError(f"request {request.request_id!r} is in the engine already")
-            self._waiting[request.request_id] = _Sequence(request, on_finish, self._logprob)
+            self._waiting[request.request_id] = _Sequence(request, on_finish)
+            if request.suspended:
+                self._suspended.add(request.request_id)
 
     def cancel(self, request_id: Hashable) -> None:
         with self._lock:
             self._cancelled.add(request_id)
 
+    def suspend(self, request_ids: Iterable[Hashable]) -> None:
+        with self._lock:
+            self._suspended |= {*request_ids} & {*self._waiting, *self._running}
+
+    def resume(self, request_ids: Iterable[Hashable]) -> None:
+        with self._lock:
+            self._suspended -= {*request_ids}
+
+    def stage(self, source: str, revision: str | None = None) -> StubStaged:
+        self.is_staging = True
+        self.can_stage.wait()
+        self.is_staging = False
+        if "missing" in source:
+            raise UsageError(f"there is no model {source}")
+        name, _, version = source.partition("@")
+        return StubStaged(source, name, version)
+
+    def update_model(self, staged: StubStaged, inflight: Inflight, timeout: float | None = None) -> StubReport:
+        self.is_updating = True
+        try:
+            with self._lock:
+                return self._update(staged, Inflight(inflight))
+        finally:
+            self.is_updating = False
+
+    def _update(self, staged: StubStaged, inflight: Inflight) -> StubReport:
+        self._check()
+        begun = {name: sequence for name, sequence in self._running.items() if name not in self._cancelled}
+        if inflight is Inflight.FINISH:
+            if self._is_standing:
+                raise UsageError("the engine is paused, so nothing can be finished")
+            self._is_finishing = True
+            self._news.wait_for(lambda: not self._running or self._is_over)
+            self._is_finishing = False
+            self._check()
+        if not staged.is_hot and not ({*self._running, *self._waiting} <= self._cancelled):
+            raise UsageError("the engine holds requests")
+        if "broken" in staged.source:
+            raise UsageError("the smoke prompt's logits differ")
+        if inflight is Inflight.RESTART:
+            for sequence in self._running.values():
+                sequence.clear()
+        old = self.engine.model_version, self.engine.model_name
+        self.engine.model_version, self.engine.model_name = staged.version, staged.name
+        self._logprob = UPDATED_LOGPROB
+        counts = {"finish": "finished", "restart": "restarted", "recompute": "recomputed", "keep": "kept"}
+        return StubReport(
+            old_version=old[0],
+            new_version=staged.version,
+            old_model=old[1],
+            new_model=staged.name,
+            is_reload=not staged.is_hot,
+            **{counts[inflight]: len(begun)},
+        )
+
+    @property
+    def is_standing(self) -> bool:
+        """Whether it stands still, in somebody's pause."""
+        with self._lock:
+            return self._is_standing and self._pauses > 0
+
     def stats(self) -> EngineStats:
         with self._lock:
+            running = [each for name, each in self._running.items() if name not in self._suspended]
+            waiting = [each for name, each in self._waiting.items() if name not in self._suspended]
+            held = {**self._running, **self._waiting}
             return EngineStats(
-                running=sum(len(sequence.going) for sequence in self._running.values()),
-                waiting=sum(len(sequence.going) for sequence in self._waiting.values()),
+                running=sum(len(sequence.going) for sequence in running),
+                waiting=sum(len(sequence.going) for sequence in waiting),
+                suspended=sum(len(held[name].going) for name in self._suspended),
                 kv_usage_ratio=len(self._running) / self._max_requests,
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._tokens,
@@ -330,6 +454,7 @@ class StubLoop:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
             found = [self._running.pop(i, None) or self._waiting.pop(i, None) for i in cancelled]
+            self._suspended -= cancelled
             ended = [sequence for sequence in found if sequence is not None]
             for sequence in ended:
                 sequence.end(FinishReason.CANCELLED)
@@ -343,14 +468,24 @@ class StubLoop:
             if self._is_standing or not self._open.is_set():
                 return []
             self._steps += bool(self._running or self._waiting)
-            while self._waiting and len(self._running) < self._max_requests:
-                self._admit(next(iter(self._waiting)))
+            while (request_id := self._next()) is not None:
+                self._admit(request_id)
             ended = []
             for request_id, sequence in list(self._running.items()):
-                self._tokens += sequence.advance()
+                if request_id in self._suspended:
+                    continue
+                self._tokens += sequence.advance(self._logprob, self.engine.model_version)
                 if not sequence.going:
                     ended.append(self._running.pop(request_id))
+            self._news.notify_all()
             return ended
+
+    def _next(self) -> Hashable | None:
+        """Who starts: suspended ones give way."""
+        going = [name for name in self._running if name not in self._suspended]
+        if self._is_finishing or len(going) >= self._max_requests:
+            return None
+        return next((name for name in self._waiting if name not in self._suspended), None)
 
     def _admit(self, request_id: Hashable) -> None:
         sequence = self._running[request_id] = self._waiting.pop(request_id)

@@ -13,8 +13,9 @@ from batchjobs.types import Lease, Progress, ShardId
 from tests.support.stub_engine import StubEngine
 from workers import checkpointer
 from workers.checkpointer import Checkpointer
-from workers.engine.loop import EngineStopped
-from workers.holdings import Holdings, request_id
+from workers.engine.outbox import EngineStopped
+from workers.held import request_id
+from workers.holdings import Holdings
 
 LEASES = [Lease(ShardId("B", number), 1, 1) for number in range(2)]
 
@@ -53,6 +54,7 @@ class FakeRq:
 
 class FakeStore:
     def __init__(self) -> None:
+        self.versions: list[str] = []
         self.calls: list[list[tuple[int, int]]] = []
         """(index, tokens) of each record of each call."""
         self.stale: set[ShardId] = set()
@@ -61,7 +63,7 @@ class FakeStore:
     def save_checkpoints(
         self, records: Sequence[tuple[Lease, int, tuple[Progress, ...]]], model_version: str
     ) -> list[ShardId]:
-        assert model_version == StubEngine().model_version
+        self.versions.append(model_version)
         if self.is_away:
             raise ConnectionFailed("the database is away")
         self.calls.append([(index, sum(len(c.token_ids) for c in choices)) for _, index, choices in records])
@@ -143,3 +145,39 @@ def test_many_tokens_go_in_several_transactions(parts: Parts, monkeypatch: pytes
         parts.grow(index, tokens)
     assert parts.checkpointer.save() == 4
     assert parts.store.calls == [[(0, 4), (1, 6)], [(2, 1)], [(3, 20)]]
+
+
+def test_only_requests_of_some_leases(parts: Parts) -> None:
+    parts.grow(0, 5)
+    parts.grow(2, 3)
+    assert parts.checkpointer.save(of=[LEASES[1]]) == 1
+    assert parts.checkpointer.save() == 1
+    assert parts.checkpointer.save() == 0
+    assert parts.store.calls == [[(2, 3)], [(0, 5)]]
+
+
+def test_after_an_update_all_of_it_is_written_under_the_new_version(parts: Parts) -> None:
+    parts.grow(0, 5)
+    parts.grow(2, 3)
+    assert parts.checkpointer.save() == 2
+    parts.loop.engine.model_version = "stub-2"
+    parts.grow(0, 1)  # begun anew
+    assert parts.checkpointer.save() == 2
+    assert parts.store.calls == [[(0, 5), (2, 3)], [(0, 1), (2, 3)]]
+    assert parts.store.versions == ["stub-1", "stub-2"]
+
+
+def test_an_update_in_the_middle_of_a_look_makes_it_look_again(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts.grow(0, 5)
+    look = parts.loop.progress
+
+    def updated_meanwhile(timeout: float | None = None) -> dict[Hashable, tuple[Progress, ...]]:
+        seen = look(timeout)
+        if parts.loop.engine.model_version == "stub-1":
+            parts.loop.engine.model_version = "stub-2"
+            parts.grow(0, 2)
+        return seen
+
+    monkeypatch.setattr(parts.loop, "progress", updated_meanwhile)
+    assert parts.checkpointer.save() == 1
+    assert (parts.store.calls, parts.store.versions) == ([[(0, 2)]], ["stub-2"])

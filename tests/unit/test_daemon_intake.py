@@ -11,11 +11,15 @@ from batchjobs.errors import ConnectionFailed
 from batchjobs.types import Endpoint, Lease, Priority, Request, ShardId
 from tests.support.stub_engine import StubEngine
 from workers.engine.requests import EngineStats
+from workers.gate import Gate
 from workers.holdings import Holdings
 from workers.intake import Intake
+from workers.mode import Mode
 from workers.outcomes import Outcomes
+from workers.queue_view import QueueView
 from workers.reader import encode
-from workers.rq_worker import QueueView
+from workers.returns import Returns
+from workers.serving import Serving
 from workers.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -29,8 +33,11 @@ def shard(number: int) -> ShardId:
 
 
 class FakeLoop:
+    is_updating = False
+
     def __init__(self) -> None:
         self.engine = StubEngine()
+        self.engine.model_name = "m"
         self.running = self.waiting = self.steps = 0
         self.ticked_at = time.monotonic()
         self.added: list[Any] = []
@@ -51,6 +58,12 @@ class FakeLoop:
         self.added.append(request)
 
     def cancel(self, request_id: Any) -> None:
+        pass
+
+    def suspend(self, request_ids: Any) -> None:
+        pass
+
+    def resume(self, request_ids: Any) -> None:
         pass
 
 
@@ -114,16 +127,18 @@ class FakeStore:
         self.beats: list[WorkerFigures] = []
         self.renewed = 0
 
-    def claim(self, shards: Sequence[ShardId], worker: str, ttl_seconds: float, models: set[str]) -> list[Lease]:
-        assert models == {"m"}
+    def claim(
+        self, shards: Sequence[ShardId], worker: str, ttl_seconds: float, models: frozenset[str], version: str
+    ) -> list[Lease]:
+        assert (models, version) == ({"m"}, "stub-1")
         if self.is_away:
             raise ConnectionFailed("the database is away")
         return [Lease(each, 1, 1, each in self.alone) for each in shards if each not in self.refused | self.foreign]
 
-    def for_other_models(self, shards: set[ShardId], models: set[str]) -> set[ShardId]:
+    def for_other_models(self, shards: set[ShardId], models: frozenset[str], version: str) -> set[ShardId]:
         return shards & self.foreign
 
-    def claimable(self, limit: int, *, models: set[str]) -> list[tuple[ShardId, Priority]]:
+    def claimable(self, limit: int, *, models: frozenset[str], version: str) -> list[tuple[ShardId, Priority]]:
         return [(each, Priority.DEFAULT) for each in self.ready[:limit]]
 
     def pending_requests(self, lease: Lease) -> list[Request]:
@@ -157,6 +172,9 @@ class FakeStore:
 class FakeRecorder:
     backlog = 0
 
+    def flush(self, seconds: float) -> bool:
+        return not self.backlog
+
     def put(self, lease: Lease, completion: Any) -> None:
         pass
 
@@ -167,17 +185,28 @@ class Parts:
     def __init__(self) -> None:
         self.loop, self.rq, self.store, self.recorder = FakeLoop(), FakeRq(), FakeStore(), FakeRecorder()
         self.holdings = Holdings(self.loop, self.rq, unread_size=8)  # type: ignore[arg-type]
-        self.intake = Intake(
-            self.store,  # type: ignore[arg-type]
-            self.rq,  # type: ignore[arg-type]
-            self.loop,  # type: ignore[arg-type]
+        self.mode, self.gate = Mode(lambda: None), Gate()
+        self.intake = self.make_intake(max_requests=64)
+
+    def make_intake(self, max_requests: int) -> Intake:
+        store: Any = self.store
+        rq: Any = self.rq
+        loop: Any = self.loop
+        recorder: Any = self.recorder
+        serving = Serving(loop.engine)
+        return Intake(
+            store,
+            rq,
+            loop,
             self.holdings,
-            self.recorder,  # type: ignore[arg-type]
-            Outcomes("w1", self.loop.engine),  # type: ignore[arg-type]
-            models={"m"},
+            recorder,
+            Outcomes("w1", serving),
+            serving,
+            self.gate,
+            Returns(store, rq, self.holdings, recorder, self.gate, None),
             lease_seconds=15,
             shard_size=8,
-            max_requests=64,
+            max_requests=max_requests,
         )
 
     def settle(self) -> None:
@@ -223,18 +252,7 @@ def test_choices_that_have_ended_do_not_count_as_waiting(parts: Parts) -> None:
 
 
 def test_a_small_engine_has_sixteen_in_waiting(parts: Parts) -> None:
-    small = Intake(
-        parts.store,  # type: ignore[arg-type]
-        parts.rq,  # type: ignore[arg-type]
-        parts.loop,  # type: ignore[arg-type]
-        parts.holdings,
-        parts.recorder,  # type: ignore[arg-type]
-        Outcomes("w1", parts.loop.engine),  # type: ignore[arg-type]
-        models={"m"},
-        lease_seconds=15,
-        shard_size=8,
-        max_requests=4,
-    )
+    small = parts.make_intake(max_requests=4)
     assert small._shortage() == 2
 
 
@@ -337,6 +355,7 @@ class TestUpkeep:
             parts.rq,  # type: ignore[arg-type]
             parts.loop,  # type: ignore[arg-type]
             parts.holdings,
+            parts.mode,
             lease_seconds=15,
             heartbeat_seconds=3,
             stall_seconds=60,

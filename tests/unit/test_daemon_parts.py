@@ -16,13 +16,15 @@ from batchjobs.types import Completion, Endpoint, FinishReason, Lease, PromptSco
 from tests.support.stub_engine import StubEngine
 from tests.support.waiting import eventually
 from workers.engine.requests import EngineOutput
-from workers.holdings import Holdings, request_id
+from workers.held import request_id
+from workers.holdings import Holdings
 from workers.logs import LineFormatter
 from workers.outage import LONGEST_PAUSE_SECONDS, Outage
 from workers.outcomes import Outcomes
 from workers.periodic import Periodic
 from workers.recorder import MAX_ROWS, Recorder
 from workers.rq_states import Ending
+from workers.serving import Serving
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -181,7 +183,8 @@ class TestRecorder:
 
     @pytest.fixture
     def recorder(self, store: FakeStore, holdings: Holdings) -> Recorder:
-        outcomes = Outcomes("w1", StubEngine())  # type: ignore[arg-type]
+        engine: Any = StubEngine()
+        outcomes = Outcomes("w1", Serving(engine))
         return Recorder(store, holdings, outcomes)  # type: ignore[arg-type]
 
     def test_rows_share_transactions(self, recorder: Recorder, store: FakeStore) -> None:
@@ -314,7 +317,8 @@ def echoing(prompt: str | list[int], echo: bool = True) -> Request:
 class TestOutcomes:
     @pytest.fixture
     def outcomes(self) -> Outcomes:
-        return Outcomes("w1", StubEngine())  # type: ignore[arg-type]
+        engine: Any = StubEngine()
+        return Outcomes("w1", Serving(engine))
 
     def test_one_completion_a_choice(self, outcomes: Outcomes) -> None:
         last = replace(output("c", choice=2), finish_reason=FinishReason.CANCELLED)

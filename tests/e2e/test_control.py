@@ -1,0 +1,211 @@
+"""Operators steer running work: pause everything, update one worker's model, resume, cancel; then every row is audited.
+
+Real commands in real processes, a real Redis and PostgreSQL, two tiny models of the same shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchjobs.store import Store
+from batchjobs.types import Completion, RequestStatus
+from tests.support.batches import select
+from tests.support.machine import Machine
+from tests.support.models import save_chat_model
+from tests.support.waiting import eventually
+from workers.engine import Engine, EngineConfig, SamplingParams
+
+REQUESTS, TOKENS = 200, 160
+STILL_SECONDS = 5.0
+PATIENCE = 120.0
+SHARED = "Every prompt of this batch begins with the very same words, so that their pages are shared. "
+
+
+@dataclass(frozen=True)
+class Models:
+    old: Path
+    new: Path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(
+        save_chat_model(tmp_path_factory.mktemp("old")), save_chat_model(tmp_path_factory.mktemp("new"), seed=1)
+    )
+
+
+@pytest.fixture
+def machine(home: Path, models: Models, database_url: str, redis_url: str) -> Iterator[Machine]:
+    machine = Machine(
+        home,
+        models.old,
+        BATCHJOBS_DATABASE_URL=database_url,
+        BATCHJOBS_REDIS_URL=redis_url,
+        BATCHJOBS_MAX_REQUESTS_PER_BATCH="16",
+        BATCHJOBS_SHARD_SIZE="20",
+        BATCHJOBS_CHECKPOINT_SECONDS="0.5",
+    )
+    yield machine
+    machine.end()
+
+
+def prompt(number: int) -> str:
+    return f"{SHARED}{number}"
+
+
+def submit(machine: Machine, name: str, count: int, *options: str) -> str:
+    path = machine.home / name
+    lines = ({"prompt": prompt(n), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for n in range(count))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return machine.call("submit", str(path), *options).strip()
+
+
+def states(store: Store) -> dict[str, str]:
+    return {row.name: row.state for row in store.workers()}
+
+
+def made(store: Store) -> tuple[int, int]:
+    """Tokens that workers say they have made, and heartbeats that came with it."""
+    rows = store.workers()
+    return sum(row.generated_tokens for row in rows), sum(row.heartbeat_age_seconds < 2 for row in rows)
+
+
+def outcomes(store: Store, batch: str) -> list[Completion]:
+    counted = select(store, f'SELECT "index", count(*) FROM completions WHERE batch_id = \'{batch}\' GROUP BY "index"')
+    assert all(count == 1 for _, count in counted)
+    return [result.completion for result in store.results(batch) if result.completion is not None]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_pause_update_resume_cancel(machine: Machine, models: Models) -> None:
+    batch, other = submit(machine, "main.jsonl", REQUESTS), submit(machine, "other.jsonl", 20, "--queue", "low")
+    for name in ("left", "right"):
+        machine.start("worker", "--name", name)
+    with closing(machine.store()) as store:
+        eventually(lambda: store.batch(batch).counts.completed >= 10, "both work", PATIENCE)
+        eventually(lambda: set(states(store).values()) == {"busy"}, "both work", PATIENCE)
+
+        machine.call("pause", "--all-workers", "--reason", "new weights")
+        eventually(lambda: set(states(store).values()) == {"paused"}, "both stand still")
+        _stands_still(store, batch)
+        shown = json.loads(machine.call("status", batch, "--json"))
+        assert "paused" in shown["note"]
+        rows = [json.loads(line) for line in machine.call("workers", "--json").splitlines()]
+        assert all(row["pause"]["reason"] == "new weights" and "@" in row["pause"]["by"] for row in rows)
+
+        told = machine.call("model", "update", str(models.new), "--worker", "left", "--yes", "--json")
+        update = json.loads(told)
+        assert update["worker"] == "left"
+        assert update["error"] is None
+        old, new = update["result"]["old_version"], update["result"]["new_version"]
+        assert old != new
+        before = made(store)[0]
+
+        machine.call("resume", "--all-workers")
+        eventually(lambda: made(store)[0] > before, "they go on", PATIENCE)
+        victim = eventually(lambda: _unfinished(store, batch), "one that has not ended")
+        machine.call("cancel", "--request", f"{batch}/{victim}", "--yes")
+        machine.call("cancel", other, "--yes")
+        machine.call("wait", batch)
+        eventually(lambda: store.batch(other).status.is_final, "the other batch has ended")
+
+        _audit_counts(store, batch, other, victim)
+        _audit_spans(store, batch, old, new)
+        _audit_texts(outcomes(store, batch), old, models)
+        assert _first_after(outcomes(store, batch), new).cached_tokens == 0
+        assert max(each.cached_tokens for each in outcomes(store, batch)) > 0, "prefixes are shared at all"
+
+
+def _stands_still(store: Store, batch: str) -> None:
+    """No token is made, while the workers say that they live."""
+    before, counts = made(store), store.batch(batch).counts
+    tokens = store.batch(batch).tokens
+    beats = [row.heartbeat_age_seconds for row in store.workers()]
+    begun = _now(store)
+    while _now(store) < begun + STILL_SECONDS:
+        assert made(store) == (before[0], 2)
+        assert store.batch(batch).counts == counts
+        beats = [row.heartbeat_age_seconds for row in store.workers()]
+    assert max(beats) < 2
+    assert store.batch(batch).tokens == tokens
+
+
+def _now(store: Store) -> float:
+    [(now,)] = select(store, "SELECT extract(epoch FROM clock_timestamp())")
+    return float(now)
+
+
+def _unfinished(store: Store, batch: str) -> str | None:
+    ended = {each.index for each in outcomes(store, batch)}
+    return next((str(index) for index in reversed(range(REQUESTS)) if index not in ended), None)
+
+
+def _audit_counts(store: Store, batch: str, other: str, victim: str) -> None:
+    info, rows = store.batch(batch), outcomes(store, batch)
+    assert len(rows) == REQUESTS
+    assert Counter(row.status for row in rows) == {RequestStatus.COMPLETED: REQUESTS - 1, RequestStatus.CANCELLED: 1}
+    assert rows[int(victim)].status == RequestStatus.CANCELLED
+    assert (info.counts.completed, info.counts.cancelled, info.counts.done) == (REQUESTS - 1, 1, REQUESTS)
+    assert sum(row.completion_tokens for row in rows) == info.tokens.completion
+    ended = store.batch(other).counts
+    assert ended.cancelled + ended.completed == ended.total == len(outcomes(store, other)) == 20
+
+
+def _audit_spans(store: Store, batch: str, old: str, new: str) -> None:
+    for row in outcomes(store, batch):
+        starts = [span.from_token for span in row.version_spans]
+        assert starts == sorted(set(starts))
+        if row.completion_tokens:
+            assert starts[0] == 0
+            assert starts[-1] < row.completion_tokens
+            assert row.model_version == row.version_spans[-1].version
+            assert (row.worker, row.attempt) == (row.version_spans[-1].worker, row.version_spans[-1].attempt)
+        for span in row.version_spans:
+            assert span.version in (old, new)
+            assert span.version == old or span.worker == "left"
+    versions = Counter(tuple(span.version for span in row.version_spans) for row in outcomes(store, batch))
+    assert versions[old,] > 0
+    assert versions[new,] > 0
+    assert versions[old, new] > 0, "what ran in the updated worker went on under the new weights"
+    counted = select(
+        store,
+        "SELECT version, count(*), sum(tokens) FROM completion_versions"
+        f" WHERE batch_id = '{batch}' GROUP BY version ORDER BY version",
+    )
+    spans = [span for row in outcomes(store, batch) for span in row.version_spans]
+    assert {version: count for version, count, _ in counted} == Counter(span.version for span in spans)
+    assert sum(int(tokens) for _, _, tokens in counted) == store.batch(batch).tokens.completion
+
+
+def _audit_texts(rows: list[Completion], old: str, models: Models) -> None:
+    """Each part of an answer is what its version gives behind what there was, by an engine of its own."""
+    engines = {True: _engine(models.old), False: _engine(models.new)}
+    parts: dict[bool, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {True: [], False: []}
+    for row in rows:
+        ends = [*(span.from_token for span in row.version_spans[1:]), row.completion_tokens]
+        for span, end in zip(row.version_spans, ends, strict=True):
+            known = (*engines[True].encode_prompt(prompt(row.index)), *row.token_ids[: span.from_token])
+            parts[span.version == old].append((known, row.token_ids[span.from_token : end]))
+    for is_old, engine in engines.items():
+        asked = [SamplingParams(temperature=0, max_tokens=len(want), ignore_eos=True) for _, want in parts[is_old]]
+        answers = engine.generate([known for known, _ in parts[is_old]], asked)
+        for (_, want), answer in zip(parts[is_old], answers, strict=True):
+            assert answer.token_ids == want
+
+
+def _engine(model: Path) -> Engine:
+    return Engine(str(model), EngineConfig(device="cpu", num_blocks=600))
+
+
+def _first_after(rows: list[Completion], new: str) -> Completion:
+    """The first request that began on the new weights."""
+    fresh: list[Any] = [row for row in rows if [span.version for span in row.version_spans] == [new]]
+    return min(fresh, key=lambda row: row.started_at)
