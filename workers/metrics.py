@@ -11,10 +11,12 @@ docs/metrics.md says what each metric means.
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from workers.engine.requests import EngineOutput, EngineStats
     from workers.engine.scheduler import Scheduled
     from workers.engine.sequence import Sequence
+
+log = logging.getLogger("batchjobs.worker")
 
 UpdateResult: TypeAlias = Literal["done", "refused", "failed"]
 UPDATE_RESULTS: tuple[UpdateResult, ...] = get_args(UpdateResult)
@@ -276,3 +280,18 @@ class WorkerMetrics:
         server, self._server = self._server, None
         if server is not None:
             server.close()
+
+
+@contextmanager
+def served_metrics(loop: EngineLoop, host: str, port: int | None) -> Iterator[WorkerMetrics | None]:
+    """A worker's metrics, served within the block; None without a port. Raises UsageError where it cannot be had."""
+    if port is None:
+        yield None
+        return
+    metrics = WorkerMetrics(loop, chained=loop.engine.observer)
+    log.info("metrics are at http://%s:%d/metrics", host, metrics.serve(host, port))
+    loop.engine.observer = metrics.observer
+    try:
+        yield metrics
+    finally:
+        metrics.close()

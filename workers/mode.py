@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Mode:
-    """Each field is written by one thread: ``pause`` by that of the orders, the others by that of the commands. Who
-    changes the state calls ``on_change``, so that it is told at once and not with the next heartbeat.
+    """Each field is written by one thread: ``pause`` by that of the orders, ``stands_still`` by that of the standstill,
+    the others by that of the commands. Who changes the state calls ``on_change``, so that it is told at once and not
+    with the next heartbeat.
 
     While ``is_finishing`` everything that runs is waited for, so paused batches may not keep their place in the engine.
     """
@@ -22,6 +23,7 @@ class Mode:
     on_change: Callable[[], None]
 
     pause: Pause | None = None
+    stands_still: bool = False  # the step that was in progress when the pause came is over
     is_updating: bool = False
     is_draining: bool = False
     is_finishing: bool = False
@@ -33,6 +35,6 @@ class Mode:
             return "updating"
         if self.is_draining:
             return "draining"
-        if self.pause is not None:
+        if self.pause is not None and (self.stands_still or not is_busy):
             return "paused"
         return "busy" if is_busy else "suspended" if is_suspended else "idle"

@@ -91,7 +91,7 @@ class Parts:
                 on_drained()
 
         self.commands = Commands(store, ends, ways, on_end)
-        self.standstill = Standstill(loop)
+        self.standstill = Standstill(loop, self.mode)
         self.control = Control(
             store, self.rq, held, self.intake, self.gate, self.standstill, self.returns, self.commands, self.mode
         )

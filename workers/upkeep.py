@@ -148,7 +148,7 @@ class Upkeep:
         return WorkerFigures(
             state=self._mode.state(is_busy=bool(unfinished), is_suspended=self._rq.is_suspended),
             running=stats.running,
-            waiting=max(0, unfinished - stats.running),
+            waiting=max(0, unfinished - stats.running) + stats.suspended,
             kv_usage_ratio=stats.kv_usage_ratio,
             tokens_per_second=(stats.generated_tokens - before) / max(now - then, 1e-3),
             prompt_tokens=stats.prompt_tokens,

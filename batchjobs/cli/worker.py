@@ -39,6 +39,7 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
         from workers.daemon import run_worker
         from workers.engine import EngineLoop
         from workers.logs import log_to_stderr
+        from workers.metrics import served_metrics
 
         log_to_stderr(settings.log_format, worker=name, settings=settings)
         loop = EngineLoop(_engine(settings))
@@ -47,7 +48,8 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
             f"the worker needs the Python package {error.name}; install it with `pip install 'batchjobs[worker]'`"
         ) from None
     orphaned = None if parent is None else lambda: os.getppid() != parent
-    return run_worker(settings, loop, burst=burst, name=name, until=orphaned)
+    with served_metrics(loop, settings.metrics_host, settings.metrics_port) as observers:
+        return run_worker(settings, loop, burst=burst, name=name, until=orphaned, observers=observers)
 
 
 def _engine(settings: Settings) -> Engine:
