@@ -142,13 +142,22 @@ class Result:
         return json_line(self.as_dict())
 
 
+_LINE_ENDS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
+
 FIELDS = tuple(Result.__dataclass_fields__)
 """The keys of an output line, in their order. The last five are only there where a request asked for them."""
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:
-    """Strict JSON in UTF-8: instants in UTC with ``Z``, NaN and infinities as null."""
-    return orjson.dumps(value, option=orjson.OPT_UTC_Z)
+    """Strict JSON in UTF-8: instants in UTC with ``Z``, NaN and infinities as null.
+
+    The line ends that Unicode knows beside the usual ones are escaped: some programs, Python's ``splitlines`` among
+    them, would break the line there.
+    """
+    line = orjson.dumps(value, option=orjson.OPT_UTC_Z)
+    for end, escaped in _LINE_ENDS:
+        line = line.replace(end, escaped)
+    return line
 
 
 def json_text(value: object) -> str:

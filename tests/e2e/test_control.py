@@ -23,7 +23,7 @@ from tests.support.models import save_chat_model
 from tests.support.waiting import eventually
 from workers.engine import Engine, EngineConfig, SamplingParams
 
-REQUESTS, TOKENS = 200, 150
+REQUESTS, TOKENS = 200, 120
 STILL_SECONDS = 5.0
 PATIENCE = 120.0
 ADDRESSES = ("home", "database_url", "redis_url")

@@ -22,10 +22,10 @@ _ROOT = Path(__file__).parents[2]
 
 
 class ThreadWorker:
-    """A whole worker in a thread of this process. ``loop`` is its engine."""
+    """A whole worker in a thread of this process. ``loop`` is its engine: the stub, unless another one is given."""
 
     def __init__(self, settings: Settings, store: Store, queue: JobQueue, name: str, **options: Any) -> None:
-        self.loop = StubLoop(
+        self.loop = options.pop("loop", None) or StubLoop(
             step_seconds=options.pop("step_seconds", 0.0005),
             max_requests=settings.max_requests_per_batch,
             model_version=options.pop("model_version", "stub-1"),
@@ -47,7 +47,8 @@ class ThreadWorker:
         return self.exit_code
 
     def stop(self) -> int:
-        self.loop.release()
+        if isinstance(self.loop, StubLoop):
+            self.loop.release()
         self.daemon.stop()
         return self.join()
 

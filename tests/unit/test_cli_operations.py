@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from tests.support.command_line import CommandLine, command_line
 from workers.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 __all__ = ["command_line"]
@@ -187,7 +189,14 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     engine.EngineConfig = EngineConfig  # type: ignore[attr-defined]
     engine.Engine = lambda model, config, revision: (model, config, revision)  # type: ignore[attr-defined]
     engine.EngineLoop = lambda engine: engine  # type: ignore[attr-defined]
-    for module in (daemon, bench, engine):
+    metrics = ModuleType("workers.metrics")
+
+    @contextmanager
+    def served_metrics(loop: Any, host: str, port: int | None) -> Iterator[Any]:
+        yield None if port is None else ("metrics of", loop, host, port)
+
+    metrics.served_metrics = served_metrics  # type: ignore[attr-defined]
+    for module in (daemon, bench, engine, metrics):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(
         "workers.logs.log_to_stderr", lambda form, *, worker, settings: made.append({"log": form, "worker": worker})
@@ -206,7 +215,7 @@ def test_worker_hands_settings_and_engine_on(command_line: CommandLine, calls: l
     assert log == {"log": "json", "worker": "w"}
     model = str(tmp_path / "m.gguf")
     assert call["loop"] == (model, EngineConfig(device="cpu", num_blocks=9), "r1")  # and the engine's own defaults
-    assert (call["settings"].metrics_port, call["settings"].metrics_host) == (9411, "::1")
+    assert call["observers"] == ("metrics of", call["loop"], "::1", 9411)
     assert (call["settings"].model, call["burst"], call["name"], call["until"]) == (model, True, "w", None)
 
 

@@ -104,6 +104,15 @@ def test_flat_lines_have_the_keys_in_their_order(command_line: CommandLine) -> N
     assert (cancelled["status"], cancelled["finish_reason"], cancelled["text"]) == ("cancelled", "cancelled", "par")
 
 
+def test_a_line_is_one_line_wherever_others_end_theirs(command_line: CommandLine) -> None:
+    ends = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r\nz"
+    batch = answered(command_line, {"prompt": ends}, {"prompt": "b"})
+    for form in ("jsonl", "openai"):
+        lines = command_line.out("results", batch, "--format", form).splitlines()
+        assert len([json.loads(line) for line in lines]) == 2
+    assert json.loads(command_line.out("results", batch).splitlines()[0])["text"] == ends
+
+
 def test_with_several_choices_the_line_is_the_first_ones_and_has_them_all(command_line: CommandLine) -> None:
     (row,) = rows(command_line.out("results", answered_three_times(command_line, failing=False)))
     assert list(row) == [*KEYS, "n", "choices"]

@@ -319,7 +319,8 @@ def test_while_a_gate_is_shut_nobody_is_inside() -> None:
     ("fields", "state"),
     [
         ({}, "busy"),
-        ({"pause": PAUSE}, "paused"),
+        ({"pause": PAUSE}, "busy"),  # the step in progress is not over yet
+        ({"pause": PAUSE, "stands_still": True}, "paused"),
         ({"pause": PAUSE, "is_draining": True}, "draining"),
         ({"pause": PAUSE, "is_updating": True}, "updating"),
     ],
@@ -327,6 +328,7 @@ def test_while_a_gate_is_shut_nobody_is_inside() -> None:
 def test_the_word_for_what_it_does(fields: dict[str, Any], state: str) -> None:
     assert Mode(lambda: None, **fields).state(is_busy=True, is_suspended=True) == state
     assert Mode(lambda: None).state(is_busy=False, is_suspended=True) == "suspended"
+    assert Mode(lambda: None, pause=PAUSE).state(is_busy=False, is_suspended=False) == "paused"
 
 
 def command(number: str, kind: CommandKind = CommandKind.UPDATE_MODEL) -> Command:
