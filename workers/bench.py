@@ -73,16 +73,24 @@ class TransformersContinuousBatching:
 
     def __init__(self, model: str, dtype: str, max_requests: int) -> None:
         self.model = _load(model, dtype)
-        self.settings = ContinuousBatchingConfig(max_requests_per_batch=min(PEER_SEQUENCES, max_requests))
+        self.max_requests = min(PEER_SEQUENCES, max_requests)
+
+    def settings(self, work: Sequence[Work]) -> ContinuousBatchingConfig:
+        """With as many pages as these requests can ever fill: by itself it takes, and fills, most of the memory."""
+        page_size = ContinuousBatchingConfig().page_size
+        longest = max(len(item.prompt_ids) + item.output_tokens for item in work)
+        pages = self.max_requests * -(-longest // page_size)
+        return ContinuousBatchingConfig(max_requests_per_batch=self.max_requests, num_blocks=pages)
 
     def run(self, work: Sequence[Work]) -> tuple[float, list[int]]:
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=8)
+        settings = self.settings(work)
         begin = time.perf_counter()
         with (
             quiet_transformers(),
             torch.no_grad(),
             self.model.continuous_batching_context_manager(
-                generation_config=generation, continuous_batching_config=self.settings
+                generation_config=generation, continuous_batching_config=settings
             ) as manager,
         ):
             for index, item in enumerate(work):

@@ -28,13 +28,18 @@ def exchange(running: PreTrainedModel, staged: PreTrainedModel) -> None:
     """``staged`` lies on the host. The caller has seen that names, shapes and dtypes are the same."""
     theirs = weights(staged)
     for name, mine in weights(running).items():
-        its = theirs[name]
-        if mine.device.type == "cpu":
-            mine.data, its.data = its.data, mine.data
-        else:
-            old = mine.detach().to("cpu", copy=True)
-            mine.copy_(its)
-            its.copy_(old)
+        (exchange_memory if mine.device.type == "cpu" else exchange_contents)(mine, theirs[name])
+
+
+def exchange_memory(mine: torch.Tensor, its: torch.Tensor) -> None:
+    mine.data, its.data = its.data, mine.data
+
+
+def exchange_contents(mine: torch.Tensor, its: torch.Tensor) -> None:
+    """Addresses stay."""
+    old = mine.detach().to("cpu", copy=True)
+    mine.copy_(its)
+    its.copy_(old)
 
 
 def smoke_ids(vocab_size: int) -> list[int]:
