@@ -8,7 +8,7 @@ between a packed and a solo forward in float32 can decide (:func:`within_roundin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,13 +49,15 @@ class Terms:
     cancelled: bool
 
 
-def judge(request: CaseRequest, output: EngineOutput, solo: Solo, terms: Terms, verdict: Verdict) -> None:
-    """Check the outcome of one request, all choices."""
+def judge(
+    request: CaseRequest, output: EngineOutput, solo_of: Callable[[EngineOutput], Solo], terms: Terms, verdict: Verdict
+) -> None:
+    """Check the outcome of one request, all choices, each against its solo run."""
     where = request.request_id
     if len(output.choices) != request.sampling.n or [c.choice for c in output.choices] != [*range(request.sampling.n)]:
         verdict.problem(where, f"{len(output.choices)} choices instead of {request.sampling.n}")
     for choice in output.choices:
-        _Judge(request, choice, solo, terms, verdict, f"{where} choice {choice.choice}").run()
+        _Judge(request, choice, solo_of(choice), terms, verdict, f"{where} choice {choice.choice}").run()
 
 
 class _Judge:

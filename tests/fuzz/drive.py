@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from tests.fuzz.checks import Terms, Verdict, judge, judge_deltas, refusal
-from tests.fuzz.engine_cases import STRANGER, Case, Event
+from tests.fuzz.engine_cases import STRANGER, Case, CaseRequest, Event
 from tests.fuzz.models import FuzzModel, Models
-from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest
+from tests.fuzz.reference import Solo, SplicedSolo
+from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest, StagedModel, UpdateRefused
 from workers.engine.attention.torch_paged import TorchPagedAttention
 from workers.engine.observer import EngineObserver
 from workers.engine.pages import PagePool
@@ -91,15 +92,20 @@ def run_case(case: Case, models: Models, log: Log = lambda line: None) -> Report
     model = models.get(case.family, case.weights, poisoned=case.poisoned)
     try:
         engine = build_engine(case, model)
+        updates = _Updates(case, engine, models) if case.is_updated else None
         try:
             for run in range(case.runs):
                 log(f"run {run + 1}")
-                _Run(case, engine, model, report, log).play()
+                _Run(case, engine, model, updates, report, log).play()
+            if updates is not None:
+                updates.undo()
         finally:
             engine.close()
     except Exception as error:  # noqa: BLE001  # the next case has to run whatever this one raised
         at = "".join(traceback.format_tb(error.__traceback__)[-3:])
         report.verdict.problem("the engine", f"raised {type(error).__name__}: {error}\n{at}")
+        if case.is_updated:
+            models.forget(case.family)
     report.counts["cases"] += 1
     return report
 
@@ -136,11 +142,35 @@ def _pages(case: Case, index: int, pool: PagePool, max_model_len: int) -> int:
     return pool.pages_at_most(tokens, case.settings["max_batch_tokens"])
 
 
+class _Updates:
+    """From one model of the family to the other, and back again at the end."""
+
+    def __init__(self, case: Case, engine: Engine, models: Models) -> None:
+        self._engine, self._first = engine, engine.model_version
+        other = models.get(case.family, 1 - case.weights, poisoned=case.poisoned)
+        spare = models.spare(case.family, 1 - case.weights, poisoned=case.poisoned)
+        self._staged = StagedModel(spare, None, engine.runner.model, None)
+        first = models.get(case.family, case.weights, poisoned=case.poisoned)
+        self.solos = {self._first: first.solo, spare.version: other.solo}
+
+    def update(self, policy: str) -> None:
+        """Raises UpdateRefused."""
+        self._engine.update_model(self._staged, inflight=policy)
+
+    def undo(self) -> None:
+        if self._engine.model_version != self._first:
+            self.update("restart")
+
+
 class _Run:
     """One time through the events of a case."""
 
-    def __init__(self, case: Case, engine: Engine, model: FuzzModel, report: Report, log: Log) -> None:
+    def __init__(
+        self, case: Case, engine: Engine, model: FuzzModel, updates: _Updates | None, report: Report, log: Log
+    ) -> None:
         self.case, self.engine, self.solo, self.log = case, engine, model.solo, log
+        self.updates = updates
+        self.ended_before: dict[str, str] = {}  # by request id, until it is judged: the version that an update ended
         self.verdict, self.counts = report.verdict, report.counts
         self.live: dict[str, int] = {}  # request id -> index of the request that has it now
         self.deltas: dict[int, list[tuple[int, int, float, float]]] = {}
@@ -163,7 +193,7 @@ class _Run:
 
     def _most_steps(self) -> int:
         most = sum((len(r.prompt) + r.sampling.max_tokens) * r.sampling.n for r in self.case.requests)
-        return 100 + STEPS_PER_TOKEN * most
+        return (100 + STEPS_PER_TOKEN * most) * (1 + sum(event.action == "update" for event in self.case.events))
 
     def _happen(self, event: Event) -> None:
         self.log(f"  {event.action} {self.case.requests[event.index].request_id if event.index >= 0 else ''}")
@@ -176,11 +206,27 @@ class _Run:
             self.counts["suspended"] += self.engine.stats().suspended
         elif event.action == "resume":
             self.engine.resume([self.case.requests[event.index].request_id])
+        elif event.action == "update":
+            self._update(event.policy)
         elif event.action == "stray":
             if self.engine.cancel(STRANGER) is not None:
                 raise Broken("a request that never was has been cancelled")
         else:
             self._take(self.engine.settle())
+
+    def _update(self, policy: str) -> None:
+        assert self.updates is not None
+        before = self.engine.model_version
+        with_tokens = len(self.engine.progress())
+        try:
+            self.updates.update(policy)
+        except UpdateRefused as refused:
+            if "are suspended, so they would never be finished" not in str(refused):
+                raise
+            self.counts["refused updates"] += 1
+            return
+        self.counts["updated answers"] += with_tokens
+        self.ended_before |= {str(output.request_id): before for output in self.engine._ended}
 
     def _add(self, index: int) -> None:
         request = self.case.requests[index]
@@ -215,11 +261,20 @@ class _Run:
             refusal=refusal(request, self.solo, max_model_len=limit, fits=fits),
             cancelled=cancelled,
         )
-        judge(request, output, self.solo, terms, self.verdict)
+        version = self.ended_before.pop(str(output.request_id), self.engine.model_version)
+        judge(request, output, lambda choice: self._solo(request, choice, version), terms, self.verdict)
         judge_deltas(request, output, self.deltas.pop(index, []), self.verdict)
         self.counts["refused"] += terms.refusal is not None
         self.counts["failed"] += output.error is not None and output.error.code == "non_finite_logits"
         self.counts["cached tokens"] += output.cached_tokens
+
+    def _solo(self, request: CaseRequest, choice: EngineOutput, version: str) -> Solo:
+        """Who judges it: its spans' models. Without a token that is the ``version`` that was there at its end."""
+        if self.updates is None:
+            return self.solo
+        solos = self.updates.solos
+        parts = [(span.from_token, solos[span.version]) for span in choice.version_spans] or [(0, solos[version])]
+        return SplicedSolo(parts, len(request.prompt))
 
     def _empty(self) -> None:
         """Nothing is left: no request, no page on either side, no event."""

@@ -42,6 +42,7 @@ FEATURES = (
     "async",
     "sharing",
     "suspensions",
+    "updates",
 )
 
 
@@ -56,11 +57,12 @@ class CaseRequest:
 @dataclass(frozen=True, slots=True)
 class Event:
     """What happens before step ``step``: ``add``, ``cancel``, ``suspend``, ``resume`` (``index`` is the request),
-    ``stray`` or ``settle``."""
+    ``stray``, ``settle``, or ``update`` (from one model of the family to the other, by ``policy``)."""
 
     step: int
     action: str
     index: int = -1
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,10 @@ class Case:
     runs: int
     requests: tuple[CaseRequest, ...]
     events: tuple[Event, ...]
+
+    @property
+    def is_updated(self) -> bool:
+        return any(event.action == "update" for event in self.events)
 
     @property
     def vocab_size(self) -> int:
@@ -202,6 +208,8 @@ def _draw_events(rng: random.Random, features: Sequence[str], requests: list[Cas
         keyed += [(s, Event(s, "settle")) for s in _some_steps(rng, 0.3)]
     if "suspensions" in features and rng.random() < 0.4:
         keyed += _draw_suspensions(rng, len(requests))
+    if "updates" in features and rng.random() < 0.3:
+        keyed += _draw_updates(rng)
     keyed.sort(key=lambda pair: pair[0])
     return tuple(event for _, event in keyed)
 
@@ -215,6 +223,13 @@ def _draw_suspensions(rng: random.Random, requests: int) -> list[tuple[float, Ev
     last = {event.index: event.step for _, event in sorted(found, key=lambda pair: pair[0])}
     resumed = [(index, step + rng.randint(0, 30)) for index, step in last.items()]
     return found + [(at + 0.6, Event(at, "resume", index)) for index, at in resumed]
+
+
+def _draw_updates(rng: random.Random) -> list[tuple[float, Event]]:
+    """What ``keep`` gives belongs to neither model, so no reference could judge it."""
+    policies = ("recompute", "recompute", "finish", "restart")
+    steps = [rng.choice((rng.randint(1, 12), rng.randint(1, 60))) for _ in range(rng.choice((1, 1, 2)))]
+    return [(step + 0.7, Event(step, "update", policy=rng.choice(policies))) for step in steps]
 
 
 def _some_steps(rng: random.Random, chance: float) -> list[int]:

@@ -32,6 +32,7 @@ class Models:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-fuzz-")
         self._known: dict[tuple[str, int, bool], FuzzModel] = {}
+        self._spare: dict[tuple[str, int, bool], LoadedModel] = {}
 
     def get(self, family: str, weights: int, *, poisoned: bool = False) -> FuzzModel:
         key = (family, weights, poisoned)
@@ -39,14 +40,33 @@ class Models:
             self._known[key] = self._make(*key)
         return self._known[key]
 
+    def spare(self, family: str, weights: int, *, poisoned: bool = False) -> LoadedModel:
+        """Another instance of a model, for an update: it comes back with its own weights, or is forgotten."""
+        key = (family, weights, poisoned)
+        if key not in self._spare:
+            self.get(family, weights, poisoned=poisoned)
+            self._spare[key] = _load(self._path(family, weights))
+            if poisoned:
+                _poison(self._spare[key].model)
+        return self._spare[key]
+
+    def forget(self, family: str) -> None:
+        """Something went wrong in the middle of an update: nobody knows which weights are where."""
+        for known in (self._known, self._spare):
+            for key in [key for key in known if key[0] == family]:
+                del known[key]
+
+    def _path(self, family: str, weights: int) -> Path:
+        return Path(self._folder.name) / f"{family}-{weights}"
+
     def _make(self, family: str, weights: int, poisoned: bool) -> FuzzModel:
-        folder = Path(self._folder.name) / f"{family}-{weights}"
+        folder = self._path(family, weights)
         logging.getLogger("workers.engine.models").setLevel(logging.ERROR)  # most of these have no tokenizer
         with quiet_transformers():
             if not folder.exists():
                 save_chat_model(folder, seed=weights) if family == CHAT else save_model(family, folder, seed=weights)
             reference = load_reference(folder)
-        loaded = load_model(str(folder), device=torch.device("cpu"), dtype="float32")
+        loaded = _load(folder)
         if poisoned:
             _poison(reference)
             _poison(loaded.model)
@@ -63,6 +83,10 @@ class Models:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._folder.cleanup()
+
+
+def _load(folder: Path) -> LoadedModel:
+    return load_model(str(folder), device=torch.device("cpu"), dtype="float32")
 
 
 def _poison(model: PreTrainedModel) -> None:

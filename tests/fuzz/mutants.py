@@ -22,6 +22,7 @@ from tests.fuzz.engine_cases import draw_case
 from tests.fuzz.models import Models
 from workers.engine import engine, pipeline, runner, sampling_rows
 from workers.engine.engine import Engine
+from workers.engine.inflight import Transition
 from workers.engine.offload import HostCache
 from workers.engine.page_tables import PageTables
 from workers.engine.pages import PagePool
@@ -254,6 +255,19 @@ def last_token_not_streamed() -> AbstractContextManager[Any]:
             original(self, sequence)
 
     return changed(Engine, "_stream", stream)
+
+
+# Updates
+
+
+@mutant
+def prefixes_outlive_an_update() -> AbstractContextManager[Any]:
+    return changed(PagePool, "forget", lambda original, pool: None)
+
+
+@mutant
+def what_runs_keeps_its_cache_in_an_update() -> AbstractContextManager[Any]:
+    return changed(Transition, "_recompute", lambda original, transition, sequence: None)
 
 
 class Hunt:

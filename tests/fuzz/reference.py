@@ -165,3 +165,22 @@ class Solo:
         grammar.fill(mask)
         words = mask.view(np.uint32)
         return np.array([bool(words[t // 32] >> (t % 32) & 1) for t in range(self.vocab_size)])
+
+
+class SplicedSolo(Solo):
+    """An answer that several models had a part in: each judges the tokens that are said to be its own.
+
+    Args:
+        parts: From which token of the answer on, and whose; the prompt's rows are the first one's.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Solo]], prompt_len: int) -> None:
+        self.__dict__.update(parts[0][1].__dict__)  # rules, vocabulary and spelling are the same for all
+        self._parts, self._prompt_len = parts, prompt_len
+
+    def logits(self, ids: Sequence[int]) -> Row:
+        rows = self._parts[0][1].logits(ids)
+        for first, solo in self._parts[1:]:
+            start = self._prompt_len - 1 + first
+            rows = np.concatenate((rows[:start], solo.logits(ids)[start:]))
+        return rows

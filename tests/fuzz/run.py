@@ -23,7 +23,8 @@ from tests.fuzz.engine_cases import FEATURES, draw_case
 from tests.fuzz.models import Models
 
 SHOWN = ("cases", "choices", "tokens", "scores", "steps", "rows", "chunks", "preemptions", "offloads", "prefix hits")
-SHOWN += ("cached tokens", "zombies", "cancelled", "refused", "failed", "forgiven")
+SHOWN += ("cached tokens", "zombies", "cancelled", "refused", "failed", "suspended")
+SHOWN += ("updated answers", "forgiven")
 
 
 class Summary:

@@ -16,7 +16,7 @@ import pytest
 
 from batchjobs.types import FinishReason, Progress, VersionSpan
 from tests.fuzz.drive import Log, Report, Watch, _Run, build_engine, run_case
-from tests.fuzz.engine_cases import Case, draw_case
+from tests.fuzz.engine_cases import FEATURES, Case, draw_case
 from tests.fuzz.models import FuzzModel, Models
 from tests.fuzz.run import Summary
 from tests.support.engines import make, prompts
@@ -530,8 +530,8 @@ def test_a_stream_tells_the_whole_answer(chat: Path) -> None:
 class HandedOver(_Run):
     """A case whose engine is given up at some steps: another one goes on with all that is unfinished."""
 
-    def __init__(self, case: Case, engine: Engine, model: FuzzModel, report: Report, log: Log) -> None:
-        super().__init__(case, engine, model, report, log)
+    def __init__(self, case: Case, engine: Engine, model: FuzzModel, updates: None, report: Report, log: Log) -> None:
+        super().__init__(case, engine, model, updates, report, log)
         self.model = model
         rng = random.Random(case.seed)
         self.left = sorted(rng.sample(range(1, 40), 3))  # steps after which it is given up
@@ -567,9 +567,10 @@ class HandedOver(_Run):
 
 def hand_over(seeds: Iterable[int]) -> Summary:
     summary = Summary()
+    features = [feature for feature in FEATURES if feature != "updates"]  # the other engine has the same model
     with patch("tests.fuzz.drive._Run", HandedOver), Models() as models:
         for seed in seeds:
-            summary.add(run_case(dataclasses.replace(draw_case(seed), runs=1), models))
+            summary.add(run_case(dataclasses.replace(draw_case(seed, features), runs=1), models))
     return summary
 
 

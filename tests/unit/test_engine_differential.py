@@ -27,6 +27,7 @@ MET = (
     "failed",
     "scores",
     "suspended",
+    "updated answers",
 )
 """What every block has to have met, so that it cannot pass by doing nothing hard."""
 

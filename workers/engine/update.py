@@ -144,10 +144,10 @@ class Update:
         engine, staged = self._engine, self._staged
         parts, new = engine._parts, staged.loaded
         ids = smoke_ids(parts.vocab_size)
-        before = parts.pipeline.run(lambda: parts.runner.smoke(ids))
+        before, wanted = parts.pipeline.run(lambda: parts.runner.smoke(ids)), staged.smoke_logits
         exchange(parts.loaded.model, new.model)
         try:
-            fault = _smoke_fault(parts, staged.smoke_logits)
+            fault = _smoke_fault(parts, wanted)
         except BaseException:
             exchange(parts.loaded.model, new.model)
             raise
