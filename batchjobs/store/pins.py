@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from batchjobs.store.conditions import IS_NAMED
-from batchjobs.store.splitting import split
+from batchjobs.clock import database_instant
+from batchjobs.store.conditions import in_range, runs
+from batchjobs.store.splitting import LAST_NUMBER
 from batchjobs.tables import requests, shards
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Connection
-
-_AT_ONCE = 100
-"""Shards that are replaced by one statement."""
 
 
 def pin_shards(connection: Connection, batch_id: str, shard_size: int) -> None:
@@ -31,10 +29,13 @@ def pin_shards(connection: Connection, batch_id: str, shard_size: int) -> None:
     of_one = {p.number: p.least for p in pins if p.least == p.greatest and p.requests == accepted[p.number]}
     if of_one:
         connection.execute(_PIN, [{"the_batch": batch_id, "the_shard": n, "pin": pin} for n, pin in of_one.items()])
-    mixed = [pin.number for pin in pins if pin.number not in of_one]
-    for start in range(0, len(mixed), _AT_ONCE):
-        rows = connection.execute(_ROWS, {"batch": batch_id, "numbers": mixed[start : start + _AT_ONCE]}).all()
-        split(connection, batch_id, rows, pins_differ=True)
+    mixed = [(pin.number, pin.number) for pin in pins if pin.number not in of_one]
+    number = connection.execute(LAST_NUMBER, {"batch": batch_id}).scalar_one() + 1
+    for first, last in runs(mixed):
+        inside = {"batch": batch_id, "first": first * shard_size, "last": (last + 1) * shard_size - 1}
+        made = connection.execute(_SINGLES, {**inside, "number": number}, execution_options=_COUNTED).rowcount
+        connection.execute(_DELETE, {"batch": batch_id, "first": first, "last": last})
+        number += made
 
 
 def _pins(shard_size: int) -> sa.Select[Any]:
@@ -62,4 +63,22 @@ _PIN = (
     .where(shards.c.batch_id == sa.bindparam("the_batch"), shards.c.shard_no == sa.bindparam("the_shard"))
     .values(model_version=sa.bindparam("pin"))
 )
-_ROWS = sa.select(shards).where(IS_NAMED).order_by(shards.c.shard_no)
+# Set by set and not shard by shard: nothing has ended yet but refused lines.
+_IS_REFUSED = requests.c.rejected
+_SINGLE: dict[str, Any] = {
+    "batch_id": requests.c.batch_id,
+    "shard_no": sa.bindparam("number", type_=sa.Integer) - 1 + sa.func.row_number().over(order_by=requests.c.index),
+    "first_index": requests.c.index,
+    "last_index": requests.c.index,
+    "requests": sa.literal(1),
+    "state": sa.case((_IS_REFUSED, "done"), else_="ready"),
+    "failed": sa.case((_IS_REFUSED, 1), else_=0),
+    "finished_at": sa.case((_IS_REFUSED, database_instant())),
+    "model_version": requests.c.model_version,
+}
+_SINGLES = sa.insert(shards).from_select(list(_SINGLE), sa.select(*_SINGLE.values()).where(in_range(requests)))
+_DELETE = sa.delete(shards).where(
+    shards.c.batch_id == sa.bindparam("batch"),
+    shards.c.shard_no.between(sa.bindparam("first"), sa.bindparam("last")),
+)
+_COUNTED = {"preserve_rowcount": True}

@@ -24,28 +24,22 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import Connection, Row
 
 
-def split(connection: Connection, batch_id: str, rows: Sequence[Row[Any]], *, pins_differ: bool = False) -> None:
-    """Replaces these shards of a batch. What they carry goes to each of the new ones.
-
-    Args:
-        rows: The shards with all their columns, locked, by number.
-        pins_differ: Each of the new ones is for the version that its own request is pinned to.
-    """
+def split(connection: Connection, batch_id: str, rows: Sequence[Row[Any]]) -> None:
+    """Replaces these shards of a batch, which are locked, with all their columns, by number. What they carry, the pin
+    too, goes to each of the new ones."""
     if not rows:
         return
-    number = connection.execute(_LAST_NUMBER, {"batch": batch_id}).scalar_one() + 1
+    number = connection.execute(LAST_NUMBER, {"batch": batch_id}).scalar_one() + 1
     now = connection.execute(sa.select(database_instant())).scalar_one()
     new: list[tuple[Any, ...]] = []
     for row in rows:
-        singles = _singles(connection, row, number + len(new), now, pins_differ=pins_differ)
+        singles = _singles(connection, row, number + len(new), now)
         new += [tuple(single[column.name] for column in shards.columns) for single in singles]
     connection.execute(_DELETE, {"batch": batch_id, "numbers": [row.shard_no for row in rows]})
     insert_rows(connection, shards, new)
 
 
-def _singles(
-    connection: Connection, row: Row[Any], number: int, now: datetime, *, pins_differ: bool
-) -> list[dict[str, Any]]:
+def _singles(connection: Connection, row: Row[Any], number: int, now: datetime) -> list[dict[str, Any]]:
     """One shard for each request of a locked one, numbered from ``number``, as rows."""
     inside = {"batch": row.batch_id, "first": row.first_index, "last": row.last_index}
     ended: Sequence[Any] = connection.execute(_OUTCOMES, inside).all()
@@ -53,11 +47,9 @@ def _singles(
     for outcome in ended:
         outcomes[outcome.index_].append(outcome)
     indexes = connection.execute(_INDEXES, inside).scalars().all()
-    pins = {each.index_: each.model_version for each in connection.execute(_PINS, inside)} if pins_differ else {}
     carried = {**row._mapping, "lease_until": 0.0, "started_at": row.started_at and instant_text(row.started_at)}
     return [
         {**carried, "shard_no": number + place, "first_index": index, "last_index": index, "requests": 1}
-        | ({"model_version": pins.get(index)} if pins_differ else {})
         | _counts(outcomes[index], now)
         for place, index in enumerate(indexes)
     ]
@@ -76,12 +68,9 @@ def _counts(choices: Sequence[Row[Any]], now: datetime) -> dict[str, Any]:
     return counts | tokens | {"state": "done", "finished_at": instant_text(choices[0].finished_at or now)}
 
 
-_LAST_NUMBER = sa.select(sa.func.max(shards.c.shard_no)).where(shards.c.batch_id == sa.bindparam("batch"))
+LAST_NUMBER = sa.select(sa.func.max(shards.c.shard_no)).where(shards.c.batch_id == sa.bindparam("batch"))
+"""New shards of a batch are numbered behind it."""
 _INDEXES = sa.select(requests.c.index).where(in_range(requests)).order_by(requests.c.index)
-# Written out, because the index on pinned requests is only used for these very words.
-_PINS = sa.select(requests.c.index.label("index_"), requests.c.model_version).where(
-    in_range(requests), sa.text("model_version IS NOT NULL")
-)
 _OUTCOMES = (
     sa.select(
         completions.c.index.label("index_"),
