@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING, Any
 
 from batchjobs.text import shortened, visible
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-MAX_VERSION_CHARACTERS = 200
+_VERSION = re.compile(r"sha256:[0-9a-f]{16}")
 
 
 class FieldError(ValueError):
@@ -57,8 +58,9 @@ def text_value(name: str, value: Any) -> str:
 
 def version_value(name: str, value: Any) -> str:
     """A version of a model, as workers and results name it; whether there is one only the workers know."""
-    if len(text_value(name, value)) > MAX_VERSION_CHARACTERS:
-        raise FieldError(f"{name} is longer than {MAX_VERSION_CHARACTERS} characters", name)
+    if not _VERSION.fullmatch(text_value(name, value)):
+        wanted = "must be sha256: and 16 of the digits 0 to f, as `batchjobs model list` shows it"
+        raise FieldError(f"{name} {wanted}, not {quoted(shortened(str(value), 60))}", name)
     return str(value)
 
 

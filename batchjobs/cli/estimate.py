@@ -25,12 +25,11 @@ def tokens_so_far(info: BatchInfo) -> int:
 
 
 def tokens_per_second(info: BatchInfo, live: float | None = None) -> float | None:
-    """The ``live`` speed while the batch runs. Without one, and at its end, the mean: tokens so far by the time since
-    the first request was taken up. None while it is paused: what workers make then is of other batches."""
-    if info.status == BatchStatus.RUNNING and info.paused:
-        return None
-    if info.status == BatchStatus.RUNNING and live is not None:
-        return round(live, 1)
+    """The ``live`` speed while the batch runs: None where no worker is busy, and while it is paused, for what workers
+    make then is of other batches. At its end the mean: its tokens by the time since the first request was taken up."""
+    if not info.status.is_final:
+        is_on = info.status == BatchStatus.RUNNING and not info.paused
+        return round(live, 1) if is_on and live is not None else None
     seconds = _running_seconds(info)
     return round(tokens_so_far(info) / seconds, 1) if seconds and tokens_so_far(info) else None
 

@@ -89,7 +89,8 @@ def update_sentence(result: Mapping[str, Any]) -> str:
     if result.get("dry_run"):
         same = "; it serves that version already" if old == new else ""
         return f"would change {old} -> {new} {how}{same}; nothing was changed"
-    parts = [f"{old} -> {new} {how}, paused for {result.get('paused_seconds') or 0:.2f} s"]
+    changed = f"{old} -> {new} {how}" if old != new else f"served {new} before; it was loaded again"
+    parts = [f"{changed}, paused for {result.get('paused_seconds') or 0:.2f} s"]
     parts += [f"{count:,} {became}" for name, became in _BECAME.items() if (count := result.get(name))]
     return "; ".join(parts)
 

@@ -41,7 +41,7 @@ def pause_command(
     """Make no more tokens for BATCH, or by these workers, until they are resumed.
 
     It takes effect within seconds, and loses nothing: what was running keeps its place and its cache, or goes back to
-    the queue as far as it is with --release. Pausing again is harmless.
+    the queue as far as it is with --release. Pausing again is harmless: the first reason stays, --release is added.
     """
     _check_one_kind(batch, workers, all_workers)
     with open_client(ctx) as client:
@@ -122,17 +122,17 @@ def _paused_batch(client: Client, batch: str, new: bool) -> str:
     if info.pause is None:
         return f"batch {batch} is {info.status}: there is nothing to pause"
     if not new:
-        return f"batch {batch} was paused before, {pause_text(info.pause)}"
+        return f"batch {batch} was paused before, and stays so: {pause_text(info.pause)}"
     return f"batch {batch} is paused until `batchjobs resume {batch}`"
 
 
 def _paused_worker(name: str, new: bool, pause: Pause | None, client: Client) -> str:
     if name != "*":
         if not new:
-            return f"worker {visible(name)} was paused before, {pause_text(pause)}"
+            return f"worker {visible(name)} was paused before, and stays so: {pause_text(pause)}"
         return f"worker {visible(name)} is paused until `batchjobs resume --worker {visible(name)}`"
     if not new:
-        return f"all workers were paused before, {pause_text(pause)}"
+        return f"all workers were paused before, and stay so: {pause_text(pause)}"
     living = plural(sum(row.is_alive for row in client.store.workers()), "worker")
     return f"all workers are paused ({living} now, and any that starts) until `batchjobs resume --all-workers`"
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from batchjobs.cli.moments import pause_text
 from batchjobs.fields import listed
+from batchjobs.store.pauses import ALL_WORKERS
 from batchjobs.text import visible
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def why_waiting(store: Store, info: BatchInfo, workers: Sequence[WorkerRow]) -> 
     if not alive:
         return "no worker is running; `batchjobs worker` starts one"
     wanted = store.unserved(info.id)
-    return _unserved(wanted, alive) or _paused(wanted, alive)
+    return _unserved(wanted, alive) or _paused(store, wanted, alive)
 
 
 def _unserved(wanted: Collection[Wanted], alive: Sequence[WorkerRow]) -> str | None:
@@ -48,7 +49,7 @@ def _unserved(wanted: Collection[Wanted], alive: Sequence[WorkerRow]) -> str | N
     return None
 
 
-def _paused(wanted: Collection[Wanted], alive: Sequence[WorkerRow]) -> str | None:
+def _paused(store: Store, wanted: Collection[Wanted], alive: Sequence[WorkerRow]) -> str | None:
     """All who could serve some of it are paused."""
     for pair in wanted:
         able = [worker for worker in alive if _serves(worker, *pair)]
@@ -56,7 +57,8 @@ def _paused(wanted: Collection[Wanted], alive: Sequence[WorkerRow]) -> str | Non
             first = able[0].pause
             names = listed(worker.name for worker in able)
             are = "the worker that could go on with it is" if len(able) == 1 else "all workers that could go on are"
-            return f"{are} paused ({names}), {pause_text(first)}; `batchjobs resume` lets them go on"
+            whom = "--all-workers" if ALL_WORKERS in store.worker_pauses() else f"--worker {able[0].name}"
+            return f"{are} paused ({names}), {pause_text(first)}; `batchjobs resume {whom}` lifts that"
     return None
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from batchjobs.errors import UsageError
 from batchjobs.store import Orders, Store, WorkerInfo
+from batchjobs.tables import commands
 from batchjobs.types import Command, CommandKind
-from tests.support.batches import claim, submit
+from tests.support.batches import STARTED, claim, submit
 
 UPDATE, DRAIN = CommandKind.UPDATE_MODEL, CommandKind.DRAIN
 
@@ -172,3 +174,21 @@ class TestOrders:
         store.orders("w1", leases)
         assert len([statement for statement in seen if statement.startswith("SELECT")]) == 3, seen
         assert isinstance(store.order(DRAIN, ["w1"], by="ann")[0], Command)
+
+    def test_commands_of_other_batches_are_not_read(self, store: Store) -> None:
+        """Where the database knows that a batch with any has many."""
+        old, held = submit(store, 1), claim(store, submit(store, 1))
+        with store._database.writing() as connection:
+            many = sa.insert(commands).values(kind="cancel_request", batch_id=old, created_at=STARTED)
+            connection.execute(many, [{"id": str(n), "index": n} for n in range(3000)])
+            connection.exec_driver_sql("ANALYZE")
+        seen: list[tuple[str, Any]] = []
+        sa.event.listen(store._database.engine, "before_cursor_execute", lambda *given: seen.append(given[2:4]))
+        store.orders("w1", [held])
+        [(statement, parameters)] = [each for each in seen if "pause_reason" in each[0]]
+        explain = "EXPLAIN QUERY PLAN" if store._database.is_sqlite else "EXPLAIN"
+        with store._database.reading() as connection:
+            plan = str(connection.exec_driver_sql(f"{explain} {statement}", parameters).all())
+        assert "COVERING INDEX" in plan if store._database.is_sqlite else "uq_commands_kind_batch_id_index" in plan
+        assert "Seq Scan on commands" not in plan
+        assert "SCAN commands" not in plan

@@ -48,7 +48,7 @@ def test_a_batch_is_paused_and_resumed(command_line: CommandLine, store: Store) 
     assert shown[2].endswith("Z: new weights\\x1b[2J")
     assert "queued (paused)" in command_line.out("list")
     again = command_line.run("pause", batch, "--release")
-    assert again.stderr.startswith(f"batch {batch} was paused before, by {status['pause']['by']} since ")
+    assert again.stderr.startswith(f"batch {batch} was paused before, and stays so: by {status['pause']['by']} since ")
     assert "(with --release): new weights" in again.stderr
     assert command_line.run("resume", batch).stderr == f"batch {batch} goes on\n"
     assert command_line.run("resume", batch).stderr == f"batch {batch} was not paused\n"
@@ -86,7 +86,9 @@ def test_all_workers_are_paused_and_resumed(command_line: CommandLine, store: St
     assert done.stderr == (
         "all workers are paused (1 worker now, and any that starts) until `batchjobs resume --all-workers`\n"
     )
-    assert command_line.run("pause", "--all-workers").stderr.startswith("all workers were paused before, by ")
+    assert command_line.run("pause", "--all-workers").stderr.startswith(
+        "all workers were paused before, and stay so: by "
+    )
     register(store, "w2")
     assert all(row["pause"]["reason"] == "hot" for row in command_line.json_lines("workers"))
     assert "note: all workers are paused, by " in command_line.run("workers").stderr

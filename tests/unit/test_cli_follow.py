@@ -177,7 +177,7 @@ def test_a_terminal_is_drawn_until_ctrl_c_which_leaves_the_batch_alone(command_l
         "━",
         "w1\\x9b busy",
         "is paused (w1\\x9b), by ada@n1 since ",
-        ": hot; `batchjobs resume`",
+        ": hot; `batchjobs resume --",
     ):
         assert part in drawn, part
     assert f"batch {batch} goes on; `batchjobs follow {batch}` shows it again" in drawn

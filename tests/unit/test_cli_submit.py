@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command_line"]
 
+V1, V2 = ("sha256:" + digit * 16 for digit in "12")
 GOOD = '{"prompt":"a","temperature":0}\n{"prompt":"b","temperature":0}\n'
 
 
@@ -87,17 +88,20 @@ def test_options_fill_what_lines_leave_open(command_line: CommandLine) -> None:
 
 def test_lines_are_pinned_to_a_version(command_line: CommandLine) -> None:
     batch = command_line.submit(
-        {"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 1, "model_version": "sha256:own"},
-        options=("--model-version", "sha256:all", "--key", "k"),
+        {"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 1, "model_version": "sha256:bbbbbbbbbbbbbbbb"},
+        options=("--model-version", "sha256:aaaaaaaaaaaaaaaa", "--key", "k"),
     )  # fmt: skip
-    assert [body["model_version"] for body in bodies(command_line, batch)] == ["sha256:all", "sha256:own"]
+    assert [body["model_version"] for body in bodies(command_line, batch)] == [
+        "sha256:aaaaaaaaaaaaaaaa",
+        "sha256:bbbbbbbbbbbbbbbb",
+    ]
     line = json.dumps({"prompt": "a", "seed": 1}).encode()
-    other = command_line.run("submit", "-", "--key", "k", "--model-version", "sha256:other", stdin=line)
+    other = command_line.run("submit", "-", "--key", "k", "--model-version", V1, stdin=line)
     assert other.exit_code == 2
     assert "'k' was used for batch" in other.stderr
     long = command_line.run("submit", "-", "--model-version", "v" * 201, stdin=line)
     assert (long.exit_code, long.stdout) == (2, "")
-    assert "cannot be used: model_version is longer than 200 characters" in long.stderr
+    assert "cannot be used: model_version must be sha256: and 16 of the digits 0 to f" in long.stderr
 
 
 def test_an_impossible_option_is_refused(command_line: CommandLine) -> None:
@@ -393,33 +397,33 @@ def test_status_says_when_nobody_can_work_on_a_batch(command_line: CommandLine) 
 
 
 def test_run_says_when_its_worker_leaves_the_batch_alone(command_line: CommandLine) -> None:
-    batch = command_line.submit({"prompt": "a"}, options=("--model-version", "v2"))
+    batch = command_line.submit({"prompt": "a"}, options=("--model-version", V2))
     with Client(home=command_line.home) as client:
         info = client.store.batch(batch)
         assert why_idle(client, info) is None, "its worker may be loading still"
         client.store.register_worker(
-            WorkerInfo(name="w1", host="h", pid=5, device="cpu", dtype="float32", model="m", model_version="v1")
+            WorkerInfo(name="w1", host="h", pid=5, device="cpu", dtype="float32", model="m", model_version=V1)
         )
-        assert str(why_idle(client, info)).startswith("requests of the batch are pinned to version v2 of the model")
+        assert str(why_idle(client, info)).startswith(f"requests of the batch are pinned to version {V2} of the model")
         client.store.claim([ShardId(batch, 0)], "w1", 60)
         assert why_idle(client, client.store.batch(batch)) is None
 
 
 def test_status_says_which_pinned_version_is_missing(command_line: CommandLine) -> None:
-    batch = command_line.submit({"prompt": "a"}, {"prompt": "b", "model_version": "v2"})
+    batch = command_line.submit({"prompt": "a"}, {"prompt": "b", "model_version": V2})
     store = command_line.store()
     shown = {"host": "h", "pid": 5, "device": "cpu", "dtype": "float32", "model": "m"}
-    store.register_worker(WorkerInfo(name="w1", model_version="v1", **shown))  # type: ignore[arg-type]
+    store.register_worker(WorkerInfo(name="w1", model_version=V1, **shown))  # type: ignore[arg-type]
     assert command_line.json("status", batch)["note"] == (
-        "requests of the batch are pinned to version v2 of the model, and no living worker has it (there is v1); "
+        f"requests of the batch are pinned to version {V2} of the model, and no living worker has it (there is {V1}); "
         "`batchjobs model list` says what it was loaded from"
     )
-    store.register_worker(WorkerInfo(name="w2", model_version="v2", **shown))  # type: ignore[arg-type]
+    store.register_worker(WorkerInfo(name="w2", model_version=V2, **shown))  # type: ignore[arg-type]
     assert command_line.json("status", batch)["note"] is None
     store.pause_worker("w2", by="ada@n1", reason="rest")
     note = command_line.json("status", batch)["note"]
     assert note.startswith("the worker that could go on with it is paused (w2), by ada@n1 since ")
-    assert note.endswith("Z: rest; `batchjobs resume` lets them go on")
+    assert note.endswith("Z: rest; `batchjobs resume --worker w2` lifts that")
     store.resume_worker("w2")
     assert command_line.json("status", batch)["note"] is None
     store.close()

@@ -133,7 +133,8 @@ def test_the_fingerprint_is_that_of_content_model_and_defaults(tmp_path: Path) -
     assert len({of(one), of(other), of(one, same), of(one, model=None), of(one, defaults=Defaults({"seed": 1}))}) == 5
     assert of(one, defaults=Defaults({"seed": 1, "top_k": 2})) == of(one, defaults=Defaults({"top_k": 2, "seed": 1}))
     assert of(one, defaults=Defaults(system="s")) != of(one)
-    assert len({of(one, defaults=Defaults(model_version=version)) for version in (None, "v1", "v2")}) == 3
+    versions = [None, *("sha256:" + digit * 16 for digit in "12")]
+    assert len({of(one, defaults=Defaults(model_version=version)) for version in versions}) == 3
 
 
 def test_a_spooled_stream_has_the_fingerprint_of_its_file(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_key_gives_the_same_batch_again(sqlite: Store, queue: Queue, send: Sen
         {"model": "m"},
         {"defaults": Defaults({"seed": 1})},
         {"defaults": Defaults(system="s")},
-        {"defaults": Defaults(model_version="v")},
+        {"defaults": Defaults(model_version="sha256:0123456789abcdef")},
         {},
     ],
 )
