@@ -1,10 +1,13 @@
-"""What weights are called: by their content, wherever they lie, on the hub too."""
+"""What a model is called: by its content, wherever it lies, on the hub too."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from batchjobs.errors import UsageError
 from tests.support.engines import make
 from tests.support.models import save_chat_model, save_model
-from workers.engine import Engine, EngineConfig
+from workers.engine import Engine, EngineConfig, models
 from workers.engine.models import LoadedModel, load_model
 
 COMMITS = ("1" * 40, "2" * 40)
@@ -39,20 +42,78 @@ def load(source: object, revision: str | None = None) -> LoadedModel:
     return load_model(str(source), device=torch.device("cpu"), dtype="float32", revision=revision)
 
 
-def test_a_folder_is_called_by_its_weight_files(tmp_path: Path) -> None:
+def test_a_model_is_called_by_its_content(tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path / "m")
     loaded = load(folder)
     file = folder / "model.safetensors"
     whole = hashlib.sha256(hashlib.sha256(file.read_bytes()).digest()).hexdigest()
-    assert loaded.version == f"sha256:{whole[:16]}"
+    reading = str(loaded.details["reading_sha256"])
+    assert loaded.version == "sha256:" + hashlib.sha256(f"{whole} {reading}".encode()).hexdigest()[:16]
     assert loaded.details == {
         "architecture": "LlamaForCausalLM",
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "bytes": file.stat().st_size,
-        "sha256": whole,
+        "weights_sha256": whole,
+        "reading_sha256": reading,
         "revision": None,
     }
     assert load(shutil.copytree(folder, tmp_path / "elsewhere")).version == loaded.version
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def swap_two_tokens(folder: Path) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    edit_json(folder / "tokenizer.json", swap)
+
+
+def write_another_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+
+def turn_faster(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda content: content["rope_parameters"].update(rope_theta=5000.0))
+
+
+def end_elsewhere(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", lambda content: content.update(eos_token_id=1))
+
+
+@pytest.mark.parametrize("change", [swap_two_tokens, write_another_template, turn_faster, end_elsewhere])
+def test_whatever_decides_on_an_answer_makes_another_version(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    folder = save_chat_model(tmp_path / "m")
+    before = load(folder)
+    change(folder)
+    after = load(folder)
+    assert after.version != before.version
+    assert after.details["weights_sha256"] == before.details["weights_sha256"]
+
+
+def test_who_saved_it_makes_no_other_version(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path / "m")
+    before = load(folder).version
+    edit_json(folder / "config.json", lambda content: content.update(transformers_version="5.0.0", use_cache=False))
+    assert load(folder).version == before
+
+
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, other = save_model("llama", tmp_path / "m"), save_model("llama", tmp_path / "other", seed=1)
+    check = models.check_weights
+
+    def replaced(report: Any, source: str) -> None:
+        check(report, source)
+        (other / "model.safetensors").rename(folder / "model.safetensors")
+
+    monkeypatch.setattr(models, "check_weights", replaced)
+    with pytest.raises(UsageError, match="changed while they were read"):
+        load(folder)
 
 
 def test_a_hub_model_has_the_name_of_the_same_weights_in_a_folder(hub: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading a model from a folder, a ``.gguf`` file or a hub id, with its tokenizer, limits and its weights' version."""
+"""Loading a model from a folder, a ``.gguf`` file or a hub id, with its tokenizer, limits and version."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -38,7 +39,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class LoadedModel:
     """A causal language model ready for the engine.
 
-    ``version`` names the weights by their content (``sha256:`` and 16 hex digits, over the weight files). ``details``
+    ``version`` names it by its content (``sha256:`` and 16 hex digits, see :mod:`workers.engine.versions`). ``details``
     say more about them: ``architecture``, ``parameters``, ``bytes`` of the files, the whole ``sha256`` and, of a hub
     model, its commit as ``revision``. ``max_model_len`` is in tokens, prompt and answer together. ``eos_ids`` end an
     answer.
@@ -69,6 +70,8 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
             snapshot = None if Path(source).expanduser().exists() else versions.snapshot_folder(source, revision)
             if snapshot is not None:
                 where["revision"] = snapshot.name  # a branch that moves on meanwhile must not mix two commits
+            files = versions.model_files(Path(source).expanduser() if snapshot is None else snapshot)
+            state = versions.state_of(files)
             model, report = AutoModelForCausalLM.from_pretrained(
                 **where,
                 dtype=_dtype(dtype, device, config),
@@ -85,16 +88,18 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
     model.requires_grad_(False)
     model.eval().to(device)
     _own_memory(model)
-    files = versions.weight_files(Path(source).expanduser()) if snapshot is None else versions.loaded_files(snapshot)
-    digest = versions.weights_digest(files)
+    eos_ids = _eos_ids(model.generation_config, config, tokenizer)
+    weights, reading = versions.weights_digest(files), versions.reading_digest(config, tokenizer, eos_ids)
+    if versions.state_of(files) != state:  # else the name would be that of other weights
+        raise UsageError(f"the files of {source!r} changed while they were read; try again when nobody writes them")
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=short_name(source),
-        version=versions.version_of(digest),
+        version=versions.version_of(weights, reading),
         max_model_len=_context_length(config),
-        eos_ids=_eos_ids(model.generation_config, config, tokenizer),
-        details=versions.details(model, files, digest, None if snapshot is None else snapshot.name),
+        eos_ids=eos_ids,
+        details=versions.details(model, files, weights, reading, None if snapshot is None else snapshot.name),
     )
 
 
@@ -155,7 +160,7 @@ def locate(source: str, revision: str | None = None) -> dict[str, str]:
         raise UsageError(f"{source} is a file or folder here; only a model of the hub has a revision")
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise UsageError(f"no such file: {source}; --model takes a folder, a .gguf file or a hub id")
+            raise UsageError(f"no such file: {source}; a model is a folder, a .gguf file or a hub id")
         problem = gguf.why_not(path)
         if problem is None:
             return {"pretrained_model_name_or_path": str(gguf.converted(path))}
@@ -165,7 +170,7 @@ def locate(source: str, revision: str | None = None) -> dict[str, str]:
     if path.exists() and not (path / "config.json").is_file():
         raise UsageError(f"{source} holds no config.json: it is not a model folder")
     if not path.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
-        raise UsageError(f"no such folder: {source}; --model takes a folder, a .gguf file or a hub id")
+        raise UsageError(f"no such folder: {source}; a model is a folder, a .gguf file or a hub id")
     if path.exists():
         return {"pretrained_model_name_or_path": str(path)}
     return {"pretrained_model_name_or_path": source} | ({} if revision is None else {"revision": revision})
@@ -218,6 +223,8 @@ def _first_sentence(error: BaseException) -> str:
         return (
             "it brings Python code of its own, which is never run; take a checkpoint that transformers can read alone"
         )
+    if isinstance(error, SafetensorError):
+        return f"one of its .safetensors files is damaged or cut off ({error})"
     if "the above report" in str(error):
         return "weights are missing or do not fit its config.json"
     return " ".join(str(error).split())[:300] or type(error).__name__

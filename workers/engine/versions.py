@@ -1,12 +1,16 @@
-"""What weights are called: by their content, so that the same weights have the same name wherever they lie."""
+"""What a model is called: by all of its content that decides on answers, so that it has one name wherever it lies.
+
+That is the weights, byte by byte, and how they are read: the configuration (but for what changes no logit), the
+tokenizer with its special tokens, the chat template, and the tokens that end an answer.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -16,8 +20,10 @@ from transformers.utils import (
     cached_file,
 )
 
+from workers.engine.comparison import HARMLESS
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SUFFIXES = (".safetensors", ".bin")
 _INDEXES = {SAFE_WEIGHTS_NAME: SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME: WEIGHTS_INDEX_NAME}  # in the order of preference
@@ -30,20 +36,22 @@ def snapshot_folder(hub_id: str, revision: str | None) -> Path:
     return Path(config).parent
 
 
-def weight_files(source: Path) -> list[Path]:
-    """A ``.gguf`` file itself, or every weight file of a model folder."""
-    return [source] if source.is_file() else sorted(f for f in source.iterdir() if f.suffix in SUFFIXES)
-
-
-def loaded_files(snapshot: Path) -> list[Path]:
-    """The weight files that transformers loads from a snapshot, whatever else of the model was fetched into it."""
+def model_files(source: Path) -> list[Path]:
+    """A ``.gguf`` file itself, or the weight files that transformers loads from a folder, whatever else lies in it."""
+    if source.is_file():
+        return [source]
     for whole, index in _INDEXES.items():
-        if (snapshot / whole).is_file():
-            return [snapshot / whole]
-        if (snapshot / index).is_file():
-            parts = json.loads((snapshot / index).read_text())["weight_map"].values()
-            return sorted({snapshot / part for part in parts})
-    return weight_files(snapshot)
+        if (source / whole).is_file():
+            return [source / whole]
+        if (source / index).is_file():
+            parts = json.loads((source / index).read_text())["weight_map"].values()
+            return sorted({source / part for part in parts})
+    return sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+
+
+def state_of(files: Sequence[Path]) -> list[tuple[int, ...]]:
+    """Differs where one of them was written or replaced in between."""
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
 
 
 def weights_digest(files: Sequence[Path]) -> str:
@@ -55,16 +63,42 @@ def weights_digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def version_of(digest: str) -> str:
-    return f"sha256:{digest[:16]}"
+def reading_digest(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, eos_ids: Collection[int]
+) -> str:
+    """64 hex digits over everything beside the weights, as it was loaded: how a file spells it does not matter."""
+    parts = {"config": _plain(config.to_dict()), "eos": sorted(eos_ids), "tokenizer": _described(tokenizer)}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def details(model: PreTrainedModel, files: Sequence[Path], digest: str, revision: str | None) -> dict[str, object]:
-    """What is worth to be known of a version later: ``revision`` is the commit of a hub model, else None."""
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in config.items() if name not in HARMLESS and not name.startswith("_")}
+    return {name: _plain(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+def _described(tokenizer: PreTrainedTokenizerBase | None) -> list[Any] | None:
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow ones have none
+    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    return [rules, sorted(tokenizer.all_special_ids), tokenizer.chat_template]
+
+
+def version_of(weights: str, reading: str) -> str:
+    """From the digests of both."""
+    return f"sha256:{hashlib.sha256(f'{weights} {reading}'.encode()).hexdigest()[:16]}"
+
+
+def details(
+    model: PreTrainedModel, files: Sequence[Path], weights: str, reading: str, revision: str | None
+) -> dict[str, object]:
+    """What is worth to be known of a version later, both digests among it: ``revision`` is the commit of a hub model,
+    else None."""
     return {
         "architecture": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": sum(file.stat().st_size for file in files),
-        "sha256": digest,
+        "weights_sha256": weights,
+        "reading_sha256": reading,
         "revision": revision,
     }
