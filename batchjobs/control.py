@@ -137,7 +137,7 @@ class Control:
         dry_run: bool = False,
         wait: bool = True,
         timeout: float | None = None,
-        seen: Seen = lambda command: None,
+        seen: Seen | None = None,
     ) -> list[Command]:
         """Has workers change to another model: each all or nothing, checked in full before its first change.
 
@@ -206,12 +206,12 @@ class Control:
         arguments: dict[str, Any],
         wait: bool,
         timeout: float | None,
-        seen: Seen = lambda command: None,
+        seen: Seen | None = None,
     ) -> list[Command]:
         given = self.store.order(kind, workers, arguments=arguments, by=_who())
         self._wake_workers()
         if wait:
-            given = wait_for_commands(self.store, given, timeout, seen)
+            given = wait_for_commands(self.store, given, timeout, seen or (lambda command: None))
         return sorted(given, key=lambda command: command.worker)
 
     def _wake_workers(self) -> None:

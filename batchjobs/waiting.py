@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from batchjobs.errors import WaitTimeout
 from batchjobs.text import plural
-from batchjobs.types import CommandKind
+from batchjobs.types import BatchStatus, CommandKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +28,9 @@ def wait_for_end(
 ) -> BatchInfo:
     """Returns when every request has its outcome. ``seen`` is called after each look, about once a second.
 
+    What a worker that died held of a cancelled batch is cancelled here once its lease is over: no worker may be left
+    that would do it.
+
     Raises:
         NotFound: There is no such batch.
         WaitTimeout: ``timeout`` seconds went by; 0 looks once.
@@ -37,6 +40,8 @@ def wait_for_end(
         seen(info)
         if info.status.is_final:
             return info
+        if info.status == BatchStatus.CANCELLING:
+            store.sweep_cancelled()
     raise WaitTimeout(_too_late(info, timeout or 0))
 
 

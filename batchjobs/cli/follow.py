@@ -49,7 +49,7 @@ def follow_and_judge(client: Client, batch_id: str, timeout: float | None, *, as
         with _Json(client) if as_json else _Drawn(client) if is_drawn else _Plain(client) as shown:
             info = wait_for_end(client.store, batch_id, timeout, shown.show)
     except KeyboardInterrupt:
-        say(f"batch {batch_id} goes on; `batchjobs follow {batch_id}` shows it again")
+        say(f"the batch is left alone; `batchjobs follow {batch_id}` shows it again")
         raise
     return judge(client, info)
 

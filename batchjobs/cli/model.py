@@ -18,6 +18,7 @@ from batchjobs.types import Inflight
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from batchjobs.client import Client
     from batchjobs.types import Command
 
 
@@ -67,11 +68,24 @@ def update_command(ctx: click.Context, /, model: str, workers: tuple[str, ...], 
         except KeyboardInterrupt:
             say("the order stands; `batchjobs workers` shows the versions that are served")
             raise
+        if wait and not options["dry_run"]:
+            _tell_of_stranded(client)
     if not wait:
         for command in done if as_json else ():
             out_json(asdict(command))
         say(f"{plural(len(done), 'worker')} told: {listed(names)}; `batchjobs workers` shows their versions")
     return int(any(command.error is not None for command in done))
+
+
+def _tell_of_stranded(client: Client) -> None:
+    """Batches that nobody can go on with, now that workers serve something else."""
+    from batchjobs.cli.waiting_note import why_stranded
+
+    workers = client.workers()
+    for info in client.batches():
+        note = None if info.status.is_final else why_stranded(client.store, info, workers)
+        if note is not None:
+            say(f"note: batch {info.id}: {note}")
 
 
 def _tell(command: Command) -> None:

@@ -44,17 +44,18 @@ def pause_command(
     the queue as far as it is with --release. Pausing again is harmless: the first reason stays, --release is added.
     """
     _check_one_kind(batch, workers, all_workers)
+    again = _again(reason, release)
     with open_client(ctx) as client:
         if batch is not None:
             new = client.pause_batch(batch, reason, release)
-            _tell_of_batch(client, batch, _paused_batch(client, batch, new), as_json)
+            _tell_of_batch(client, batch, _paused_batch(client, batch, new, again), as_json)
             return
         names = client.pause_workers(None if all_workers else workers, reason=reason, release=release)
         pauses = client.store.worker_pauses()
         for name in _asked(workers):
             if as_json:
                 out_json(_of_worker(name, name in names, pauses.get(name)))
-            say(_paused_worker(name, name in names, pauses.get(name), client))
+            say(_paused_worker(name, name in names, pauses.get(name), client, again))
 
 
 @click.command("resume")
@@ -117,22 +118,29 @@ def _tell_of_batch(client: Client, batch: str, sentence: str, as_json: bool) -> 
         say(f"note: {note}")
 
 
-def _paused_batch(client: Client, batch: str, new: bool) -> str:
+def _again(reason: str | None, release: bool) -> str:
+    """What a second pause changed, and what not."""
+    return ("; what runs goes back to the queue now" if release else "") + (
+        "; the first reason is kept" if reason is not None else ""
+    )
+
+
+def _paused_batch(client: Client, batch: str, new: bool, again: str) -> str:
     info = client.store.batch(batch)
     if info.pause is None:
         return f"batch {batch} is {info.status}: there is nothing to pause"
     if not new:
-        return f"batch {batch} was paused before, and stays so: {pause_text(info.pause)}"
+        return f"batch {batch} was paused before, and stays so: {pause_text(info.pause)}{again}"
     return f"batch {batch} is paused until `batchjobs resume {batch}`"
 
 
-def _paused_worker(name: str, new: bool, pause: Pause | None, client: Client) -> str:
+def _paused_worker(name: str, new: bool, pause: Pause | None, client: Client, again: str) -> str:
     if name != "*":
         if not new:
-            return f"worker {visible(name)} was paused before, and stays so: {pause_text(pause)}"
+            return f"worker {visible(name)} was paused before, and stays so: {pause_text(pause)}{again}"
         return f"worker {visible(name)} is paused until `batchjobs resume --worker {visible(name)}`"
     if not new:
-        return f"all workers were paused before, and stay so: {pause_text(pause)}"
+        return f"all workers were paused before, and stay so: {pause_text(pause)}{again}"
     living = plural(sum(row.is_alive for row in client.store.workers()), "worker")
     return f"all workers are paused ({living} now, and any that starts) until `batchjobs resume --all-workers`"
 

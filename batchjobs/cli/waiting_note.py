@@ -30,6 +30,11 @@ def why_waiting(store: Store, info: BatchInfo, workers: Sequence[WorkerRow]) -> 
     return _unserved(wanted, alive) or _paused(store, wanted, alive)
 
 
+def why_stranded(store: Store, info: BatchInfo, workers: Sequence[WorkerRow]) -> str | None:
+    """Of a batch that has not ended: that no living worker serves what it asks for."""
+    return _unserved(store.unserved(info.id), [worker for worker in workers if worker.is_alive])
+
+
 def _unserved(wanted: Collection[Wanted], alive: Sequence[WorkerRow]) -> str | None:
     missing = [pair for pair in wanted if not any(_serves(worker, *pair) for worker in alive)]
     models = sorted({model for model, _ in missing if model is not None and not any(_has(row, model) for row in alive)})

@@ -56,6 +56,13 @@ def test_a_batch_is_paused_and_resumed(command_line: CommandLine, store: Store) 
     assert "paused" not in command_line.out("status", batch)
 
 
+def test_a_second_pause_says_what_it_changed(command_line: CommandLine, store: Store) -> None:
+    batch = command_line.submit({"prompt": "a"})
+    command_line.run("pause", batch, "--reason", "first")
+    again = command_line.run("pause", batch, "--reason", "second", "--release").stderr
+    assert again.endswith("(with --release): first; what runs goes back to the queue now; the first reason is kept\n")
+
+
 def test_what_has_ended_is_not_paused(command_line: CommandLine) -> None:
     batch = command_line.submit({"prompt": "a"})
     command_line.out("cancel", batch, "--yes")
@@ -170,6 +177,26 @@ def test_an_update_for_nobody_ends_with_4(command_line: CommandLine, store: Stor
     register(store, "w1")
     assert command_line.run("model", "update", "m", "--worker", "w2").exit_code == 4
     assert store.open_commands("w1") == []
+
+
+def test_an_update_names_the_batches_that_it_strands(
+    command_line: CommandLine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranded = command_line.submit({"prompt": "a"}, options=("--model", "m"))
+    command_line.submit({"prompt": "b"})
+    register(store, "w1", serves=("m",))
+
+    def reload(store: Store, command: Command) -> None:
+        carried_out(store, command)
+        store.change_model("w1", model="n", model_version=UPDATED["new_version"], dtype="float32", serves=["n"])
+
+    answer_orders(monkeypatch, reload)
+    done = command_line.run("model", "update", "n")
+    assert done.exit_code == 0
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert [note.split(", ")[0] for note in notes] == [
+        f"note: batch {stranded}: no living worker has the model that the batch asks for"
+    ]
 
 
 def test_an_update_need_not_be_waited_for(command_line: CommandLine, store: Store) -> None:

@@ -180,7 +180,7 @@ def test_a_terminal_is_drawn_until_ctrl_c_which_leaves_the_batch_alone(command_l
         ": hot; `batchjobs resume --",
     ):
         assert part in drawn, part
-    assert f"batch {batch} goes on; `batchjobs follow {batch}` shows it again" in drawn
+    assert f"the batch is left alone; `batchjobs follow {batch}` shows it again" in drawn
     assert "\x1b[?25h" in raw, "the cursor is shown again"
     assert store.batch(batch).status == BatchStatus.RUNNING
     store.close()

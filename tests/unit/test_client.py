@@ -14,7 +14,7 @@ import pytest
 import batchjobs
 from batchjobs import Client, InvalidInput, NotFound, UsageError, WaitTimeout
 from batchjobs.errors import ConnectionFailed
-from batchjobs.types import BatchStatus, FinishReason, Priority, RequestStatus
+from batchjobs.types import BatchStatus, FinishReason, Priority, RequestStatus, ShardId
 from tests.support.answers import answer, answer_all, failure
 
 if TYPE_CHECKING:
@@ -124,6 +124,15 @@ def test_cancelling_keeps_what_is_finished(client: Client, queue: Queue) -> None
     assert [result.status for result in batch.results()] == ["completed", "completed", "cancelled", "cancelled"]
     client.cancel_request(batch.id, 0)
     assert client.store.result(batch.id, 0).state == RequestStatus.COMPLETED
+
+
+def test_what_a_dead_worker_held_is_cancelled_by_whoever_waits(client: Client) -> None:
+    batch = client.submit([{"prompt": "a"}, {"prompt": "b"}])
+    client.store.claim([ShardId(batch.id, 0)], "dead", 0.2)
+    assert batch.cancel().cancelled == 0
+    assert batch.status == BatchStatus.CANCELLING
+    assert batch.wait(timeout=30).status == BatchStatus.CANCELLED
+    assert batch.counts.cancelled == 2
 
 
 def test_submitting_with_a_key_twice_gives_one_batch(client: Client, tmp_path: Path) -> None:
