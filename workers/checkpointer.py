@@ -44,12 +44,15 @@ class Checkpointer:
         self._stored: dict[Hashable, tuple[str, int]] = {}
         self._lock = threading.Lock()
 
-    def save(self, timeout: float | None = None, of: Collection[Lease] | None = None) -> int:
+    def save(
+        self, timeout: float | None = None, of: Collection[Lease] | None = None, *, begun_anew: bool = False
+    ) -> int:
         """Stores what has grown; the number of requests stored.
 
         Args:
             timeout: Seconds to wait for the engine's step in progress.
             of: Only requests of these leases. None: of all that are held.
+            begun_anew: All of them were. Of those without a token what was stored before goes too.
 
         Raises:
             ConnectionFailed: The database cannot be reached. The next call stores all of it.
@@ -57,17 +60,29 @@ class Checkpointer:
         with self._lock, contextlib.suppress(EngineStopped, TimeoutError):
             version, progress = self._look(timeout)
             reach("before_checkpoint")
-            held = self._holdings.held_requests(progress)
+            held = self._holdings.held_requests(None if begun_anew else progress)
+            progress = {each: progress.get(each, ()) for each in (*progress, *held)}
             if of is not None:
                 held = {request_id: found for request_id, found in held.items() if found[0] in of}
             now = {each: (version, _tokens(progress[each])) for each in held}
-            grown = [(*held[each], progress[each]) for each in held if self._has_grown(each, now[each])]
+            grown = [(*held[each], progress[each]) for each in held if begun_anew or self._has_grown(each, now[each])]
             saved = sum(self._write(portion, version) for portion in _portions(grown))
             kept = {each: stored for each, stored in self._stored.items() if each in progress}
             self._stored = kept | now
             reach("after_checkpoint")
             return saved
         return 0
+
+    def forget(self, of: Collection[Lease]) -> None:
+        """Nothing is stored any more of the unfinished requests of these leases: whoever gets them begins anew.
+
+        Raises:
+            ConnectionFailed: The database cannot be reached.
+        """
+        with self._lock:
+            held = {each: found for each, found in self._holdings.held_requests().items() if found[0] in of}
+            self._write([(*found, ()) for found in held.values()], self._loop.engine.model_version)
+            self._stored = {each: stored for each, stored in self._stored.items() if each not in held}
 
     def _look(self, timeout: float | None) -> tuple[str, Found]:
         """The progress of all requests, and the version of the model at that very time."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed
 from batchjobs.text import shortened
+from workers.command_words import report, wish
 from workers.engine.outbox import EngineStopped
 from workers.outage import Outage
 
@@ -135,12 +136,12 @@ class Commands(threading.Thread):
 
     def _carry_out(self, command: Command) -> None:
         if self._begins(command):
-            log.info("command %s of %s: %s", command.kind, command.given_by, dict(command.arguments))
+            log.info("%s", wish(command))
             result, error = self._outcome(command)
             if error is not None:
                 log.error("command %s was not carried out: %s", command.kind, error)
             else:
-                log.info("command %s is carried out: %s", command.kind, result)
+                log.info("%s", report(command, result or {}))
             self._end(command, result, error)
         with self._changed:
             self._ended.add(command.id)

@@ -260,6 +260,7 @@ class Daemon:
             loop=self._loop,
             holdings=self._holdings,
             recorder=self._recorder,
+            returns=parts.returns,
             checkpoints=parts.checkpoints,
             upkeep=parts.upkeep,
             claiming=(parts.commands, parts.intake, parts.orders, parts.reconcile, *saving),

@@ -19,6 +19,7 @@ class Held:
     size: int = 0  # requests
     cancelled: set[int] = field(default_factory=set)
     held_back: set[int] = field(default_factory=set)  # requests to be given back: they get no more tokens
+    is_leaving: bool = False  # all of it is held back, what has not been read yet too
     is_cancelled: bool = False
     is_stopped: bool = False
 

@@ -43,7 +43,8 @@ class Holdings:
         self._held: dict[ShardId, Held] = {}
         self._paused: frozenset[str] = frozenset()
         self._lock = threading.Lock()
-        # Over adding, suspending and resuming in the engine, in this order. The engine's thread never waits for it.
+        # Over adding, suspending, resuming and letting go in the engine, in this order. The engine's thread never waits
+        # for it.
         self._pausing = threading.Lock()
 
     def __len__(self) -> int:
@@ -110,6 +111,8 @@ class Holdings:
             if held := self._find(lease):
                 held.unfinished = dict(choices)
                 held.size = len(held.unfinished)
+                if held.is_leaving:
+                    held.held_back = set(choices)
 
     def holds(self, shard: ShardId) -> bool:
         """Whether under this lease or another, and whether it has run out or not."""
@@ -119,15 +122,20 @@ class Holdings:
         with self._lock:
             return self._find(lease) is not None
 
-    def held_requests(self, request_ids: Iterable[Hashable]) -> dict[Hashable, tuple[Lease, int]]:
-        """Of these requests of the engine those that still need an outcome from here, each with its lease and index."""
+    def held_requests(self, request_ids: Iterable[Hashable] | None = None) -> dict[Hashable, tuple[Lease, int]]:
+        """Of these requests of the engine, or of all, those that still need an outcome from here, each with its lease
+        and index."""
         with self._lock:
             unfinished = {
                 request_id(held.lease, index): (held.lease, index)
                 for held in self._held.values()
                 for index in held.unfinished or ()
             }
-        return {each: unfinished[each] for each in request_ids if each in unfinished}
+        return (
+            unfinished
+            if request_ids is None
+            else {each: unfinished[each] for each in request_ids if each in unfinished}
+        )
 
     def wants(self, lease: Lease, index: int) -> bool:
         """Whether the request is still to be run; False once it was cancelled or its lease lost."""
@@ -197,13 +205,14 @@ class Holdings:
     def let_go(self, leases: Iterable[Lease]) -> dict[Lease, int]:
         """Lets go of those of these leases that are held, each with the number of its unfinished requests: they leave
         the engine without an outcome. Of one that was not read yet the number is 0. The caller releases them."""
-        with self._lock:
-            found = self._found(leases)
+        with self._pausing:  # what is added in this moment is in the engine before it is cancelled there
+            with self._lock:
+                found = self._found(leases)
+                for held in found:
+                    del self._held[held.lease.shard]
             for held in found:
-                del self._held[held.lease.shard]
-        for held in found:
-            for name in held.names():
-                self._loop.cancel(name)
+                for name in held.names():
+                    self._loop.cancel(name)
         return {held.lease: len(held.unfinished or ()) for held in found}
 
     # Pausing
@@ -220,23 +229,25 @@ class Holdings:
             self._tell(stopping, going)
 
     @contextmanager
-    def adding(self, lease: Lease, index: int) -> Iterator[bool]:
-        """Within it a request is added to the engine: whether as a suspended one, the caller is told. Nobody suspends
-        or resumes meanwhile."""
+    def adding(self, lease: Lease, index: int) -> Iterator[bool | None]:
+        """Within it a request is added to the engine: whether as a suspended one, the caller is told; None: not at all,
+        it is not held any more. Nobody suspends, resumes or lets go meanwhile."""
         with self._pausing:
             with self._lock:
                 held = self._find(lease)
-                is_suspended = held is not None and (self._is_paused(held) or index in held.held_back)
+                is_suspended = None if held is None else self._is_paused(held) or index in held.held_back
             yield is_suspended
 
     def hold_back(self, leases: Collection[Lease], *, but: Collection[Hashable] = ()) -> None:
-        """The unfinished requests of these leases get no more tokens, but those that the engine knows as ``but``."""
+        """The unfinished requests of these leases get no more tokens, but those that the engine knows as ``but``.
+        Without these, the requests of what has not been read yet are held back too when they are."""
         with self._pausing:
             stopping: list[Hashable] = []
             with self._lock:
                 for held in self._found(leases):
                     chosen = {i for i in held.unfinished or () if request_id(held.lease, i) not in but}
                     held.held_back |= chosen
+                    held.is_leaving = not but
                     stopping += held.names(chosen)
             self._tell(stopping, [])
 
@@ -247,6 +258,7 @@ class Holdings:
             with self._lock:
                 for held in self._found(leases):
                     chosen, held.held_back = held.held_back & set(held.unfinished or ()), set()
+                    held.is_leaving = False
                     going += [] if self._is_paused(held) else held.names(chosen)
             self._tell([], going)
 

@@ -263,12 +263,12 @@ class Intake(threading.Thread):
         kept = self._wanted(leases, wanted)
         surplus = [lease for lease in leases if lease not in kept]
         claimed = {lease.shard for lease in leases}
-        for lease in kept:
-            self._holdings.take(lease)
-            self._unread.append(lease)
         is_released = self._give_up(surplus)
         try:
-            self._rq.start(lease.shard for lease in kept)
+            try:
+                self._rq.start(lease.shard for lease in kept)
+            finally:
+                self._take(kept)
             reach("after_start")
             self._rq.drop(shard for shard in popped if shard not in claimed and shard not in foreign)
             self._rq.put_back((shard for shard in popped if shard in foreign), at_front=False)
@@ -305,12 +305,16 @@ class Intake(threading.Thread):
         chosen = dict(random.sample(found, min(wanted, len(found))))
         leases = self._lease(list(chosen))
         kept = self._wanted(leases, wanted)
-        for lease in kept:
+        self._rq.adopt((lease.shard, chosen[lease.shard]) for lease in kept)
+        self._take(kept)
+        self._give_up([lease for lease in leases if lease not in kept])
+        return bool(kept)
+
+    def _take(self, leases: list[Lease]) -> None:
+        """From now on anybody may give them back, so RQ's side has them before."""
+        for lease in leases:
             self._holdings.take(lease)
             self._unread.append(lease)
-        self._give_up([lease for lease in leases if lease not in kept])
-        self._rq.adopt((lease.shard, chosen[lease.shard]) for lease in kept)
-        return bool(kept)
 
     def _share(self) -> None:
         """Gives a shard that only waits here to another worker that has nothing to do."""

@@ -17,12 +17,14 @@ from batchjobs.errors import UsageError
 from batchjobs.types import Inflight
 from workers.commands import Interrupted
 from workers.engine.outbox import EngineStopped
+from workers.returns import STORE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from batchjobs.store import Store
     from batchjobs.types import Command, Lease
+    from workers.checkpointer import Checkpointer
     from workers.commands import Result, Stopping
     from workers.engine.loop import EngineLoop
     from workers.engine.staging import StagedModel
@@ -62,6 +64,7 @@ class ModelUpdate:
         mode: Mode,
         stopping: Stopping,
         *,
+        checkpoints: Checkpointer | None = None,
         observers: Observer | None = None,
     ) -> None:
         self._store = store
@@ -73,6 +76,7 @@ class ModelUpdate:
         self._serving = serving
         self._mode = mode
         self._stopping = stopping
+        self._checkpoints = checkpoints
         self._observers = observers
         self._given_back = self._finished = 0
 
@@ -123,14 +127,12 @@ class ModelUpdate:
     def _refuse(self, staged: StagedModel, inflight: Inflight) -> None:
         if inflight is Inflight.FINISH and self._mode.pause is not None:
             raise UsageError(
-                f"worker {self._worker} is paused, so nothing can be finished: resume it first, or update with "
-                "another --inflight"
+                "it is paused, so nothing can be finished: resume it first, or update with another --inflight"
             )
         if not staged.is_hot and inflight not in (Inflight.FINISH, Inflight.RESTART):
             raise UsageError(
-                f"{staged.name} cannot take the place of {self._serving.engine.model_name} while answers are under "
-                f"way: {staged.why_not_hot}. Use --inflight finish or --inflight restart, which reload the worker's "
-                "model"
+                f"{staged.name} cannot take the place of {self._serving.engine.model_name} in place: "
+                f"{staged.why_not_hot}. Use --inflight finish or --inflight restart, which reload the worker's model"
             )
 
     def _update(self, staged: StagedModel, asked: _Asked) -> UpdateReport:
@@ -143,11 +145,30 @@ class ModelUpdate:
                 self._return(self._holdings.leases, keeps_tokens=False)
             self._stopping.insist(lambda: self._register(staged, asked.model))
             self._serving.expect(staged.version, staged.name)
-            report = self._loop.update_model(staged, asked.inflight)
+            report = self._exchange(staged, asked.inflight)
             self._serving.change({report.new_model, asked.model}, keeps=not report.is_reload)
             with suppress(Interrupted):  # the row of a worker that ends
                 self._stopping.insist(self._tell)
+                if asked.inflight is Inflight.RESTART:
+                    self._stopping.insist(self._forget_beginnings)
         return report
+
+    def _exchange(self, staged: StagedModel, inflight: Inflight) -> UpdateReport:
+        """What is paused while it waits for answers is given back by whoever hears the order. What was paused right
+        before makes it refuse."""
+        while True:
+            try:
+                return self._loop.update_model(staged, inflight)
+            except UsageError:
+                suspended = self._holdings.suspended if self._mode.is_finishing else []
+                if not suspended:
+                    raise
+                self._return(suspended)
+
+    def _forget_beginnings(self) -> None:
+        """What is stored of answers that were begun anew is of the old model, and nobody's answer any more."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(STORE_SECONDS, begun_anew=True)
 
     @contextmanager
     def _nothing_begins(self, inflight: Inflight) -> Iterator[None]:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from workers.reader import Observer
 
 RECONCILE_SECONDS = 5.0
+RECONCILE_REST_SECONDS = 0.5
+"""Messages may come often, and each look at all that waits costs the servers something."""
+
 CHECKPOINT_WAIT_SECONDS = 10.0
 """How long a checkpoint waits for the engine's step in progress; else the next one comes round."""
 
@@ -62,7 +65,7 @@ class Parts:
         self.recorder = Recorder(store, self.holdings, outcomes)
         every = settings.checkpoint_seconds
         self.checkpoints = Checkpointer(store, loop, self.holdings) if every > 0 else None
-        self.returns = Returns(store, self.rq, self.holdings, self.recorder, self.gate, self.checkpoints)
+        self.returns = Returns(store, self.rq, self.holdings, self.recorder, self.checkpoints)
         self.intake = Intake(
             store,
             self.rq,
@@ -81,7 +84,9 @@ class Parts:
         )
         held, ends = self.holdings, self.stopping
         update = ModelUpdate(
-            *(store, name, loop, held, self.gate, self.returns, self.serving, self.mode, ends), observers=observers
+            *(store, name, loop, held, self.gate, self.returns, self.serving, self.mode, ends),
+            checkpoints=self.checkpoints,
+            observers=observers,
         )
         drain = Drain(held, self.intake, self.recorder, self.gate, self.returns, self.mode, ends)
         ways = {CommandKind.UPDATE_MODEL: update.carry_out, CommandKind.DRAIN: drain.carry_out}
@@ -99,7 +104,9 @@ class Parts:
         self.leases = Periodic("renewing leases", beat, self.upkeep.keep_leases)
         self.rq_beat = Periodic("telling Redis", beat, self.upkeep.keep_rq)
         self.orders = Periodic("looking for orders", ORDERS_SECONDS, self.control.obey)
-        self.reconcile = Periodic("reconciling", min(RECONCILE_SECONDS, lease / 2), self.upkeep.reconcile)
+        self.reconcile = Periodic(
+            "reconciling", min(RECONCILE_SECONDS, lease / 2), self.upkeep.reconcile, rest=RECONCILE_REST_SECONDS
+        )
         self.saving = Periodic("storing unfinished answers", every, self._save) if self.checkpoints else None
         self.burst = Burst(
             store, self.serving, held, self.recorder, self.intake, self.commands, self.mode, self.look_again
@@ -118,7 +125,9 @@ class Parts:
         self.intake.wake()
 
     def wake(self) -> None:
-        """Somebody has queued something, or given an order."""
+        """Somebody has queued something, or given an order. What a pause kept out of Redis is missing there when it is
+        over, so that is looked for too."""
+        self.reconcile.wake()
         self.intake.wake()
         self.orders.wake()
 

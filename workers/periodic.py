@@ -13,27 +13,29 @@ if TYPE_CHECKING:
 
 
 class Periodic(threading.Thread):
-    """Calls ``action`` every ``seconds``, and at once when woken.
+    """Calls ``action`` every ``seconds``, and at once when woken, but not until ``rest`` seconds after the last time.
 
     A BatchjobsError is an outage: the action is tried again. Any other error ends the thread and stays in ``failure``.
     """
 
-    def __init__(self, doing: str, seconds: float, action: Callable[[], None]) -> None:
+    def __init__(self, doing: str, seconds: float, action: Callable[[], None], *, rest: float = 0.0) -> None:
         super().__init__(name=doing, daemon=True)
         self.failure: BaseException | None = None
         self._seconds = seconds
         self._action = action
+        self._rest = rest
         self._outage = Outage(doing)
         self._woken = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
 
     def run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._stopping.is_set():
                 self._woken.clear()
                 pause = self._once()
-                if not self._stopping:
-                    self._woken.wait(pause)
+                rest = min(self._rest, pause)
+                if not self._stopping.wait(rest):  # woken meanwhile, it acts right behind it
+                    self._woken.wait(pause - rest)
         except BaseException as error:  # noqa: BLE001  the main thread reports it
             self.failure = error
 
@@ -55,7 +57,7 @@ class Periodic(threading.Thread):
 
     def stop(self, timeout: float | None = None) -> None:
         """Ends after the call in progress."""
-        self._stopping = True
+        self._stopping.set()
         self._woken.set()
         if self.is_alive():
             self.join(timeout)

@@ -69,7 +69,8 @@ class Reader:
         self._observers = observers
 
     def read(self, lease: Lease, is_stopping: Callable[[], bool]) -> int:
-        """Hands the unfinished requests of a shard to the engine, one by one; stops in the middle when told to.
+        """Hands the unfinished requests of a shard to the engine, one by one; stops in the middle when told to, and
+        where somebody gives the shard back.
 
         Returns:
             How many choices they ask for.
@@ -87,7 +88,9 @@ class Reader:
         described = _described(len(requests), begun)
         log.info("claimed shard %s (%s, attempt %d)", lease.shard, described, lease.attempt, extra=ids(lease.shard))
         for request in requests:
-            if is_stopping() or not self._submit(lease, request, begun.get(request.index, ())):
+            if is_stopping() or not self._holdings.has(lease):
+                break
+            if not self._submit(lease, request, begun.get(request.index, ())):
                 break
         return sum(choices.values())
 
@@ -115,7 +118,8 @@ class Reader:
     def _add(self, lease: Lease, request: Request, engine_request: EngineRequest) -> bool:
         try:
             with self._holdings.adding(lease, request.index) as suspended:
-                self._loop.add(replace(engine_request, suspended=suspended), partial(self._take, lease, request))
+                if suspended is not None:  # else it was given back in this moment
+                    self._loop.add(replace(engine_request, suspended=suspended), partial(self._take, lease, request))
         except EngineStopped:  # the main thread has seen it too, and gives everything back
             return False
         return True

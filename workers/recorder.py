@@ -54,21 +54,22 @@ class Recorder(threading.Thread):
         self._holdings = holdings
         self._outcomes = outcomes
         self._queue: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        self._backlog = 0
-        self._counted = threading.Condition()  # over the backlog
+        self._put = self._settled = 0  # rows, ever: taken, and those that SQL has or has refused for good
+        self._counted = threading.Condition()  # over both counts, and the order of the queue
         self._outage = Outage("recording outcomes")
         self._stopping = threading.Event()
         self._give_up_at = float("inf")
 
     def put(self, lease: Lease, choices: tuple[Completion, ...]) -> None:
         """Takes all the choices of a request. Quick: the engine's thread calls it."""
-        self._count(len(choices))
-        self._queue.put((lease, choices))
+        with self._counted:
+            self._put += len(choices)
+            self._queue.put((lease, choices))
 
     @property
     def backlog(self) -> int:
         """Rows that SQL does not have yet."""
-        return self._backlog
+        return self._put - self._settled
 
     @property
     def is_failing(self) -> bool:
@@ -76,13 +77,15 @@ class Recorder(threading.Thread):
         return self._outage.is_on
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all that was put has been written, for at most so long. Whether it has."""
+        """Waits until all that was put before has been written, for at most so long. Whether it has. What is put
+        meanwhile is not waited for: answers may come without end."""
         with self._counted:
-            return self._counted.wait_for(lambda: not self._backlog, seconds)
+            wanted = self._put  # rows are settled in the order in which they were put
+            return self._counted.wait_for(lambda: self._settled >= wanted, seconds)
 
-    def _count(self, more: int) -> None:
+    def _settle(self, rows: int) -> None:
         with self._counted:
-            self._backlog += more
+            self._settled += rows
             self._counted.notify_all()
 
     def stop(self, seconds: float) -> int:
@@ -99,7 +102,7 @@ class Recorder(threading.Thread):
                 records = self._collect()
                 if records and not self._persist(records):
                     return
-                self._count(-_size(records))
+                self._settle(_size(records))
         except BaseException as error:  # noqa: BLE001  the main thread reports it
             self.failure = error
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from batchjobs.store import Store
     from batchjobs.types import Lease
     from workers.checkpointer import Checkpointer
-    from workers.gate import Gate
     from workers.holdings import Holdings
     from workers.recorder import Recorder
     from workers.rq_worker import RqWorker
@@ -40,35 +39,37 @@ class Returns:
         rq: RqWorker,
         holdings: Holdings,
         recorder: Recorder,
-        gate: Gate,
         checkpoints: Checkpointer | None,
     ) -> None:
         self._store = store
         self._rq = rq
         self._holdings = holdings
         self._recorder = recorder
-        self._gate = gate
         self._checkpoints = checkpoints
         self._unreleased: list[Lease] = []
         self._lock = threading.Lock()
 
-    def release(self, leases: Collection[Lease]) -> None:
-        """Releases leases that nothing was begun with, and those that could not be released before.
+    def release(self, leases: Collection[Lease]) -> int:
+        """Releases leases that nothing was begun with, or whose answers are stored, and those that could not be
+        released before. Returns how many it were.
 
         Raises:
             ConnectionFailed: The database cannot be reached. The next call, with any leases, releases them.
         """
         with self._lock:
             self._unreleased += leases
-            if self._unreleased:
+            released = len(self._unreleased)
+            if released:
                 self._store.release(self._unreleased)
                 self._unreleased.clear()
+            return released
 
     def give_back(self, leases: Collection[Lease], *, keeps_tokens: bool = True) -> int:
-        """Gives back what is held under these leases, begun or not. Not for the intake's thread.
+        """Gives back what is held under these leases, begun or not. It does not wait for one that is being read.
 
         Args:
-            keeps_tokens: Store what there is of unfinished answers, for whoever goes on.
+            keeps_tokens: Store what there is of unfinished answers, for whoever goes on. Else also what was stored
+                before is forgotten.
 
         Returns:
             The number of requests that have no outcome yet, of shards that were read.
@@ -78,14 +79,13 @@ class Returns:
         """
         if not leases:
             return 0
-        with self._gate.shut_within():  # none of them is being read
-            self._holdings.hold_back(leases)
-            try:
-                self._store_all(leases, keeps_tokens)
-            except BaseException:
-                self._holdings.let_on(leases)
-                raise
-            gone = self._holdings.let_go(leases)
+        self._holdings.hold_back(leases)
+        try:
+            self._store_all(leases, keeps_tokens)
+        except BaseException:
+            self._holdings.let_on(leases)
+            raise
+        gone = self._holdings.let_go(leases)
         shards = [lease.shard for lease in gone]
         try:
             self.release(list(gone))
@@ -99,7 +99,10 @@ class Returns:
         return sum(gone.values())
 
     def _store_all(self, leases: Collection[Lease], keeps_tokens: bool) -> None:
-        if keeps_tokens and self._checkpoints is not None:
-            self._checkpoints.save(STORE_SECONDS, of=leases)
+        if self._checkpoints is not None:
+            if keeps_tokens:
+                self._checkpoints.save(STORE_SECONDS, of=leases)
+            else:
+                self._checkpoints.forget(leases)
         if not self._recorder.flush(STORE_SECONDS):
             raise ConnectionFailed("nothing can be given back while finished answers wait for the database")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from workers.intake import Intake
     from workers.periodic import Periodic
     from workers.recorder import Recorder
+    from workers.returns import Returns
     from workers.rq_worker import RqWorker
     from workers.upkeep import Upkeep
 
@@ -52,6 +53,7 @@ class Shutdown:
     loop: EngineLoop
     holdings: Holdings
     recorder: Recorder
+    returns: Returns
     checkpoints: Checkpointer | None
     upkeep: Upkeep
     claiming: Iterable[Commands | Intake | Periodic]
@@ -98,14 +100,13 @@ class Shutdown:
 
     def _release(self, in_order: bool) -> None:
         leases = self.holdings.give_back()
-        if not leases:
-            return
-        if in_order:
-            self.store.release(leases)
-        else:
+        count = self.returns.release(leases if in_order else [])  # and what could not be released before
+        if not in_order and leases:
             # Free at once, but the attempt counts: what broke this worker may be in one of these shards.
             self.store.renew(leases, 0)
-        log.info("gave back %s", plural(len(leases), "shard"))
+            count += len(leases)
+        if count:
+            log.info("gave back %s", plural(count, "shard"))
 
     def _try(self, server: str, doing: str, step: Callable[[], object]) -> None:
         if server in self._away:

@@ -29,6 +29,9 @@ log = logging.getLogger("batchjobs.worker")
 STALL_SECONDS = 120.0
 """An engine that has work and has not passed its loop for so long is taken to hang."""
 
+UPDATE_SECONDS = 600.0
+"""The same while a model is exchanged, which is one long pass."""
+
 THOROUGH_SECONDS = 60.0
 """How often every shard is compared, whatever the counts say."""
 
@@ -132,8 +135,8 @@ class Upkeep:
 
     def _hangs(self, stats: EngineStats) -> bool:
         silent = time.monotonic() - stats.ticked_at
-        has_work = bool(stats.running + stats.waiting) and not self._loop.is_updating
-        hangs = has_work and silent > self._stall_seconds
+        longest = max(self._stall_seconds, UPDATE_SECONDS) if self._loop.is_updating else self._stall_seconds
+        hangs = bool(stats.running + stats.waiting) and silent > longest
         if hangs and not self._is_stalled:
             log.error("the engine has not moved for %.0f s: heartbeats stop, and other workers take over", silent)
         if self._is_stalled and not hangs:
@@ -145,12 +148,14 @@ class Upkeep:
         (then, before), now = self._last_figures, time.monotonic()
         self._last_figures = (now, stats.generated_tokens)
         unfinished = self._holdings.unfinished
+        state = self._mode.state(is_busy=bool(unfinished), is_suspended=self._rq.is_suspended)
+        made = 0 if state == "paused" else stats.generated_tokens - before  # what came before the pause is over
         return WorkerFigures(
-            state=self._mode.state(is_busy=bool(unfinished), is_suspended=self._rq.is_suspended),
+            state=state,
             running=stats.running,
             waiting=max(0, unfinished - stats.running) + stats.suspended,
             kv_usage_ratio=stats.kv_usage_ratio,
-            tokens_per_second=(stats.generated_tokens - before) / max(now - then, 1e-3),
+            tokens_per_second=made / max(now - then, 1e-3),
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
             preemptions=stats.preemptions,

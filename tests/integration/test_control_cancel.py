@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rq.job import Job
 
+from batchjobs.errors import ConnectionFailed
 from batchjobs.queue import JobQueue
 from batchjobs.types import BatchStatus, Command, CommandKind, RequestStatus
 from tests.support.batches import create, request, select, submit
@@ -180,6 +182,31 @@ class TestDraining:
         assert sum(checkpointed(store, batch_id).values()) == worker.loop.stats().generated_tokens
         assert set(attempts(store, batch_id)) == {0}
         assert sum(queue.depths().values()) == 6, "another worker finds it at once"
+
+    @sqlite
+    def test_what_could_not_be_released_is_released_at_the_end(
+        self,
+        start: Callable[..., ThreadWorker],
+        store: Store,
+        queue: JobQueue,
+        drain: Callable[..., Command],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        release = store.release
+
+        def away_until_the_end(leases: Any) -> None:
+            if threading.current_thread().name != "w1":
+                raise ConnectionFailed("the database is away")
+            release(leases)
+
+        batch_id = open_long(store, queue, 8)
+        worker = start()
+        eventually(lambda: worker.loop.stats().running == 8, "it works")
+        monkeypatch.setattr(store, "release", away_until_the_end)
+        drain(release=True)
+        assert worker.join() == 0
+        assert store.batch(batch_id).counts.queued == 8
+        assert set(attempts(store, batch_id)) == {0}, "it is no crash"
 
     @sqlite
     def test_what_is_paused_goes_back(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -354,6 +355,63 @@ class TestBatches:
         assert store.batch(batch_id).status == BatchStatus.CANCELLED
         stats = worker.loop.stats()
         assert stats.running + stats.waiting + stats.suspended == 0
+
+    @sqlite
+    def test_while_a_shard_is_read_it_is_released_and_everything_else_is_heard(
+        self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A grammar may take seconds to make, and a shard may have many."""
+        running = open_long(store, queue, 4)
+        worker = start(step_seconds=0.005)
+        eventually(lambda: worker.loop.stats().generated_tokens > 20, "it works")
+        is_read, go_on = threading.Event(), threading.Event()
+
+        def compile_format(response_format: object) -> None:
+            is_read.set()
+            go_on.wait(30)
+
+        monkeypatch.setattr(worker.loop.engine, "compile_format", compile_format)
+        slow = open_long(store, queue, 2, max_tokens=5, shard_size=2)
+        eventually(is_read.is_set, "it is being read")
+        pause_batch(store, queue, running, release=True)
+        eventually(lambda: store.batch(running).counts.queued == 4, "what runs is given back", 5)
+        pause_batch(store, queue, slow, release=True)
+        eventually(lambda: store.batch(slow).counts.queued == 2, "so is what is being read", 5)
+        pause(store, queue)
+        eventually(lambda: is_still(worker), "the worker is paused", 5)
+        resume(store, queue)
+        go_on.set()
+        resume_batch(store, queue, slow)
+        eventually(lambda: is_complete(store, slow), "it goes on")
+        assert attempts(store, slow) == [1]
+        assert worker.loop.stats().running + worker.loop.stats().waiting == 0, "nothing that nobody wants is left"
+
+    @pytest.mark.parametrize("whose", ["batch", "worker"])
+    def test_resumed_after_a_release_it_goes_on_at_once(
+        self,
+        start: Callable[..., ThreadWorker],
+        store: Store,
+        queue: JobQueue,
+        settings: Settings,
+        monkeypatch: pytest.MonkeyPatch,
+        whose: str,
+    ) -> None:
+        """Not only when what is missing in Redis is looked for anyway."""
+        monkeypatch.setattr("workers.parts.RECONCILE_SECONDS", 3600.0)
+        calm = settings.model_copy(update={"lease_seconds": 7200.0})
+        batch_id = open_long(store, queue, 8)
+        worker = start(step_seconds=0.01, settings=calm)
+        eventually(lambda: worker.loop.stats().running == 8, "it works")
+        if whose == "batch":
+            pause_batch(store, queue, batch_id, release=True)
+            eventually(lambda: store.batch(batch_id).counts.queued == 8, "it is given back")
+            eventually(lambda: not sum(queue.depths().values()), "nobody may have it, so it leaves the queue")
+            resume_batch(store, queue, batch_id)
+        else:
+            pause(store, queue, "w1", release=True)
+            eventually(lambda: store.batch(batch_id).counts.queued == 8, "it is given back")
+            resume(store, queue, "w1")
+        eventually(lambda: worker.loop.stats().running == 8, "it is taken again", 2)
 
     @sqlite
     def test_a_burst_does_not_wait_for_it(

@@ -13,6 +13,7 @@ from batchjobs.settings import Settings
 from batchjobs.types import Command, CommandKind
 from tests.support.batches import create, request, select, submit
 from tests.support.running import (
+    attempts,
     checkpointed,
     completions,
     enqueue,
@@ -197,7 +198,7 @@ class TestHot:
         eventually(lambda: is_still(worker), "it stands still")
         refused = ended(store, order("other@stub-2", inflight="finish"))
         assert refused.error is not None
-        assert "worker w1 is paused, so nothing can be finished" in refused.error
+        assert "it is paused, so nothing can be finished" in refused.error
         made = worker.loop.stats().generated_tokens
         assert ended(store, order("other@stub-2")).error is None
         eventually(lambda: state(store) == "paused", "it says that it is paused")
@@ -238,6 +239,79 @@ class TestHot:
         assert written[-1] == "stub-2"
         assert checkpointed(store, batch_id) == {0: tokens}
         assert select(store, "SELECT model_version FROM checkpoints") == [("stub-2",)]
+
+    @pytest.mark.parametrize("pause", ["batch", "batch --release", "worker --release"])
+    @sqlite
+    def test_what_is_paused_while_it_finishes_goes_back_and_the_update_goes_on(
+        self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, order: Order, pause: str
+    ) -> None:
+        paused, other = open_long(store, queue, 4), open_long(store, queue, 4, max_tokens=600)
+        worker = start(step_seconds=0.002)
+        eventually(lambda: worker.loop.stats().running == 8, "it works")
+        command = order("other@stub-2", inflight="finish")
+        eventually(lambda: worker.loop.is_updating and state(store) == "updating", "it waits")
+        if pause.startswith("batch"):
+            store.pause_batch(paused, by="ann@host", release="release" in pause)
+        else:
+            store.pause_worker("w1", by="ann@host", release=True)
+        queue.wake()
+        done = ended(store, command)
+        assert done.result is not None, done.error
+        assert done.result["finished"] == (4 if pause.startswith("batch") else 0)
+        assert store.batch(paused).counts.queued == 4
+        assert len(checkpointed(store, paused)) == 4, "whoever has the old model goes on from there"
+        store.pause_batch(paused, by="ann@host")
+        store.resume_worker(None)
+        queue.wake()
+        eventually(lambda: is_complete(store, other), "the other one is done")
+        assert attempts(store, paused) == [0]
+        assert served(store)[1] == "stub-2"
+
+    @sqlite
+    def test_what_is_paused_right_before_it_finishes_goes_back_and_the_update_goes_on(
+        self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, order: Order
+    ) -> None:
+        paused, other = open_long(store, queue, 4), open_long(store, queue, 4, max_tokens=600)
+        worker = start(step_seconds=0.002)
+        eventually(lambda: worker.loop.stats().running == 8, "it works")
+        update, asked = worker.loop.update_model, []
+
+        def paused_before(staged: Any, inflight: Any) -> Any:
+            if not asked:
+                store.pause_batch(paused, by="ann@host")
+                worker.daemon._holdings.pause({paused})  # as whoever hears the order does first
+            asked.append(inflight)
+            return update(staged, inflight)
+
+        worker.loop.update_model = paused_before  # type: ignore[method-assign,assignment]
+        done = ended(store, order("other@stub-2", inflight="finish"))
+        assert done.result is not None, done.error
+        assert done.result["finished"] == 4
+        eventually(lambda: is_complete(store, other), "the other one is done")
+        assert len(checkpointed(store, paused)) == 4
+
+    @sqlite
+    def test_the_old_beginning_of_an_answer_that_began_anew_is_nobodys_answer(
+        self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, order: Order, settings: Settings
+    ) -> None:
+        batch_id = open_long(store, queue, 4)
+        rare = settings.model_copy(update={"checkpoint_seconds": 3600.0})
+        worker = start(step_seconds=0.002, settings=rare)
+        eventually(lambda: worker.loop.stats().generated_tokens > 40, "it works")
+        assert worker.daemon._parts.checkpoints is not None
+        worker.daemon._parts.checkpoints.save()
+        assert len(checkpointed(store, batch_id)) == 4
+        worker.loop.hold()
+        done = ended(store, order("other@stub-2", inflight="restart"))
+        assert done.result is not None, done.error
+        assert done.result["restarted"] == 4
+        assert checkpointed(store, batch_id) == {}
+        store.pause_batch(batch_id, by="ann@host", release=True)
+        queue.wake()
+        eventually(lambda: store.batch(batch_id).counts.queued == 4, "it is given back")
+        store.cancel_batch(batch_id)
+        assert [c.text for c in completions(store, batch_id)] == [""] * 4
+        worker.loop.release()
 
 
 class TestPins:

@@ -150,6 +150,10 @@ class _Sequence:
         """The choices that have not ended."""
         return [choice for choice in self.choices if choice.reason is None]
 
+    @property
+    def is_cancelled(self) -> bool:
+        return any(choice.reason is FinishReason.CANCELLED for choice in self.choices)
+
     def start(self) -> None:
         now = datetime.now(UTC)
         self.started_at = self.started_at or now
@@ -389,10 +393,13 @@ class StubLoop:
         if inflight is Inflight.FINISH:
             if self._is_standing:
                 raise UsageError("the engine is paused, so nothing can be finished")
+            if begun.keys() & self._suspended:
+                raise UsageError("answers that were begun are suspended")
             self._is_finishing = True
-            self._news.wait_for(lambda: not self._running or self._is_over)
+            self._news.wait_for(lambda: not self._running or self._is_over)  # for those suspended meanwhile too
             self._is_finishing = False
             self._check()
+            begun = {name: each for name, each in begun.items() if not each.is_cancelled}
         if not staged.is_hot and not ({*self._running, *self._waiting} <= self._cancelled):
             raise UsageError("the engine holds requests")
         if "broken" in staged.source:

@@ -167,6 +167,29 @@ def test_after_an_update_all_of_it_is_written_under_the_new_version(parts: Parts
     assert parts.store.versions == ["stub-1", "stub-2"]
 
 
+def test_of_answers_that_began_anew_nothing_old_stays_stored(parts: Parts) -> None:
+    parts.grow(0, 5)
+    parts.grow(2, 3)
+    assert parts.checkpointer.save() == 2
+    parts.loop.engine.model_version = "stub-2"
+    parts.loop.now.clear()
+    parts.grow(2, 1)
+    parts.checkpointer.save(begun_anew=True)
+    assert parts.store.calls[1:] == [[(0, 0), (1, 0), (2, 1), (3, 0)]]
+    parts.grow(0, 1)
+    assert parts.checkpointer.save() == 1
+
+
+def test_what_is_forgotten_is_written_again_when_it_goes_on(parts: Parts) -> None:
+    parts.grow(0, 5)
+    parts.grow(2, 3)
+    assert parts.checkpointer.save() == 2
+    parts.checkpointer.forget([LEASES[0]])
+    assert parts.store.calls[1:] == [[(0, 0), (1, 0)]]
+    assert parts.checkpointer.save() == 1
+    assert parts.store.calls[2:] == [[(0, 5)]]
+
+
 def test_an_update_in_the_middle_of_a_look_makes_it_look_again(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     parts.grow(0, 5)
     look = parts.loop.progress

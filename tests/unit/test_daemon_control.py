@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +14,7 @@ from batchjobs.errors import ConnectionFailed, UsageError
 from batchjobs.store import Orders
 from batchjobs.types import Command, CommandKind, Lease, Pause, ShardId
 from tests.support.waiting import eventually
+from workers.command_words import report, wish
 from workers.commands import Commands, Stopping
 from workers.control import Control
 from workers.gate import Gate
@@ -94,6 +96,7 @@ class FakeStore:
 class FakeCheckpoints:
     def __init__(self) -> None:
         self.saved: list[Collection[Lease]] = []
+        self.forgotten: list[Collection[Lease]] = []
         self.is_away = False
 
     def save(self, timeout: float, of: Collection[Lease]) -> int:
@@ -101,6 +104,9 @@ class FakeCheckpoints:
             raise ConnectionFailed("the database is away")
         self.saved.append(of)
         return 0
+
+    def forget(self, of: Collection[Lease]) -> None:
+        self.forgotten.append(of)
 
 
 class FakeRecorder:
@@ -147,7 +153,7 @@ class Parts:
             self.holdings.take(each)
         self.holdings.fill(self.leases[0], {0: 1, 1: 2})
         self.holdings.fill(self.leases[1], {2: 1, 3: 1})
-        self.returns = Returns(given.store, given.rq, self.holdings, given.recorder, self.gate, given.checkpoints)
+        self.returns = Returns(given.store, given.rq, self.holdings, given.recorder, given.checkpoints)
         self.control = Control(
             given.store,
             given.rq,
@@ -220,6 +226,34 @@ class TestHoldings:
         assert parts.loop.told == [("cancel", names(first, 1))]
         assert not parts.holdings.finish(first, 1)
 
+    def test_what_is_read_while_it_is_held_back_gets_no_token_either(self, parts: Parts) -> None:
+        third = parts.leases[2]
+        parts.holdings.hold_back([third])
+        parts.holdings.fill(third, {0: 1})
+        with parts.holdings.adding(third, 0) as is_suspended:
+            assert is_suspended
+        parts.loop.told.clear()
+        parts.holdings.let_on([third])
+        assert parts.loop.told == [("resume", names(third, 0))]
+        with parts.holdings.adding(third, 0) as is_suspended:
+            assert is_suspended is False
+
+    def test_what_was_let_go_is_not_added_any_more(self, parts: Parts) -> None:
+        first = parts.leases[0]
+        parts.holdings.let_go([first])
+        with parts.holdings.adding(first, 0) as is_suspended:
+            assert is_suspended is None
+
+    def test_what_is_added_in_this_moment_is_in_the_engine_before_it_is_let_go(self, parts: Parts) -> None:
+        first = parts.leases[0]
+        letting_go = threading.Thread(target=parts.holdings.let_go, args=([first],))
+        with parts.holdings.adding(first, 0):
+            letting_go.start()
+            letting_go.join(0.05)
+            assert parts.loop.told == []
+        letting_go.join(10)
+        assert parts.loop.told == [("cancel", names(first, 0)), ("cancel", names(first, 1))]
+
     def test_those_for_another_version(self, parts: Parts) -> None:
         assert parts.holdings.for_other_versions("v2") == [parts.leases[1]]
         assert parts.holdings.for_other_versions("v1") == []
@@ -244,13 +278,25 @@ class TestReturns:
         assert parts.loop.told == [("suspend", names(first, 0, 1)), ("resume", names(first, 0, 1))]
         assert parts.store.released == []
 
+    def test_without_their_tokens_nothing_stays_stored(self, parts: Parts) -> None:
+        first, *_ = parts.leases
+        assert parts.returns.give_back([first], keeps_tokens=False) == 2
+        assert (parts.checkpoints.saved, parts.checkpoints.forgotten) == ([], [[first]])
+
+    def test_it_does_not_wait_for_who_reads(self, parts: Parts) -> None:
+        first, *_ = parts.leases
+        with parts.gate.passing() as is_open:
+            assert is_open
+            assert parts.returns.give_back([first]) == 2
+
     def test_what_cannot_be_released_is_released_later(self, parts: Parts) -> None:
         first, *_ = parts.leases
         parts.store.failures = 1
         assert parts.returns.give_back([first]) == 2
         assert parts.rq.ended == [(first.shard, Ending.LOST)]
-        parts.returns.release([])
+        assert parts.returns.release([]) == 1
         assert parts.store.released == [first.shard]
+        assert parts.returns.release([]) == 0
 
 
 class TestControl:
@@ -333,6 +379,51 @@ def test_the_word_for_what_it_does(fields: dict[str, Any], state: str) -> None:
 
 def command(number: str, kind: CommandKind = CommandKind.UPDATE_MODEL) -> Command:
     return Command(id=number, kind=kind, worker="w1", arguments={}, given_by="ann@host", created_at=NOON)
+
+
+UPDATED = {"old_model": "a", "old_version": "v1", "new_model": "b", "new_version": "v2", "dry_run": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "sentence"),
+    [
+        ("drain", {"release": False}, "ann@host drains this worker: what it holds is finished"),
+        ("drain", {"release": True}, "ann@host drains this worker: what it holds is given back"),
+        (
+            "update_model",
+            {"model": "b", "revision": None, "inflight": "keep", "dry_run": False},
+            "ann@host updates the model to b (--inflight keep)",
+        ),
+        (
+            "update_model",
+            {"model": "b\x1b", "revision": "main", "dry_run": True},
+            "ann@host tries whether the model could be updated to b\\x1b at revision main (--inflight recompute)",
+        ),
+    ],
+)
+def test_a_wish_is_a_sentence(kind: str, arguments: dict[str, Any], sentence: str) -> None:
+    assert wish(replace(command("1", CommandKind(kind)), arguments=arguments)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "result", "sentence"),
+    [
+        ("drain", {"finished": 1, "given_back": 4}, "drained: 1 request finished, 4 given back"),
+        (
+            "update_model",
+            {**UPDATED, "paused_seconds": 0.25, "recomputed": 8, "kept": 0, "given_back": 1},
+            "updated the model: a v1 -> b v2; no token was made for 0.250 s; 8 requests recomputed; "
+            "1 request given back",
+        ),
+        (
+            "update_model",
+            {**UPDATED, "dry_run": True, "is_reload": True},
+            "the model can be updated by a full reload: a v1 -> b v2; nothing was changed",
+        ),
+    ],
+)
+def test_a_report_is_a_sentence(kind: str, result: dict[str, Any], sentence: str) -> None:
+    assert report(command("1", CommandKind(kind)), result) == sentence
 
 
 class TestCommands:

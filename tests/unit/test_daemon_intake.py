@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from batchjobs.errors import ConnectionFailed
-from batchjobs.types import Endpoint, Lease, Priority, Request, ShardId
+from batchjobs.types import Endpoint, Lease, Pause, Priority, Request, ShardId
 from tests.support.stub_engine import StubEngine
 from workers.engine.requests import EngineStats
 from workers.gate import Gate
@@ -20,7 +21,7 @@ from workers.queue_view import QueueView
 from workers.reader import encode
 from workers.returns import Returns
 from workers.serving import Serving
-from workers.upkeep import Upkeep
+from workers.upkeep import UPDATE_SECONDS, Upkeep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,7 +39,7 @@ class FakeLoop:
     def __init__(self) -> None:
         self.engine = StubEngine()
         self.engine.model_name = "m"
-        self.running = self.waiting = self.steps = 0
+        self.running = self.waiting = self.steps = self.generated = 0
         self.ticked_at = time.monotonic()
         self.added: list[Any] = []
 
@@ -48,7 +49,7 @@ class FakeLoop:
             waiting=self.waiting,
             kv_usage_ratio=0.0,
             prompt_tokens=0,
-            generated_tokens=0,
+            generated_tokens=self.generated,
             preemptions=0,
             steps=self.steps,
             ticked_at=self.ticked_at,
@@ -203,7 +204,7 @@ class Parts:
             Outcomes("w1", serving),
             serving,
             self.gate,
-            Returns(store, rq, self.holdings, recorder, self.gate, None),
+            Returns(store, rq, self.holdings, recorder, None),
             lease_seconds=15,
             shard_size=8,
             max_requests=max_requests,
@@ -332,6 +333,34 @@ def test_what_was_not_begun_goes_to_an_idle_worker_when_the_queue_is_empty(parts
     assert parts.holdings.unfinished == 64
 
 
+def test_a_shard_that_is_given_back_is_not_read_on(parts: Parts) -> None:
+    parts.rq.queued = [shard(0)]
+    read: list[Any] = []
+
+    def compile_format(response_format: Any) -> None:
+        read.append(response_format)
+        if len(read) == 4:  # an order that another thread obeys in the middle of it
+            assert parts.intake._returns.give_back(parts.holdings.leases) == 8
+
+    parts.loop.engine.compile_format = compile_format  # type: ignore[method-assign]
+    parts.settle()
+    assert len(read) == 4
+    assert len(parts.loop.added) == 3
+    assert parts.rq.given_back == parts.store.released == [shard(0)]
+    assert len(parts.holdings) == 0
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_redis_knows_of_a_shard_before_anybody_can_give_it_back(parts: Parts, is_away: bool) -> None:
+    parts.rq.queued = parts.store.ready = [shard(0)]
+    parts.rq.is_away = is_away
+    known: list[Sequence[ShardId]] = []
+    take = parts.holdings.take
+    parts.holdings.take = lambda lease: known.append(parts.rq.started + parts.rq.adopted) or take(lease)  # type: ignore[method-assign,func-returns-value]
+    parts.intake._pass()
+    assert known == [[shard(0)]]
+
+
 def test_chats_and_prompts_are_encoded_each_in_its_way() -> None:
     engine: Any = StubEngine()
     chat = Request(
@@ -383,6 +412,23 @@ class TestUpkeep:
         parts.loop.ticked_at = time.monotonic()
         upkeep.keep_leases()
         assert parts.store.renewed == 1
+
+    def test_an_update_may_take_longer_and_not_for_ever(self, parts: Parts, upkeep: Upkeep) -> None:
+        parts.holdings.take(Lease(shard(0), 1, 1))
+        parts.loop.running, parts.loop.is_updating = 3, True
+        for silent, beats in ((UPDATE_SECONDS - 1, 1), (UPDATE_SECONDS + 1, 1)):
+            parts.loop.ticked_at = time.monotonic() - silent
+            upkeep.keep_leases()
+            assert len(parts.store.beats) == beats
+
+    def test_while_it_stands_still_it_has_no_speed(self, parts: Parts, upkeep: Upkeep) -> None:
+        parts.holdings.take(Lease(shard(0), 1, 1))
+        parts.mode.pause, parts.mode.stands_still = Pause(by="ann@host", at=datetime(2030, 1, 1, tzinfo=UTC)), True
+        parts.loop.generated = 500  # since the last heartbeat, before the pause
+        upkeep.keep_leases()
+        assert [(each.state, each.tokens_per_second, each.generated_tokens) for each in parts.store.beats] == [
+            ("paused", 0.0, 500)
+        ]
 
     def test_an_idle_engine_may_be_silent(self, parts: Parts, upkeep: Upkeep) -> None:
         parts.loop.ticked_at = time.monotonic() - 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -203,6 +204,26 @@ class TestRecorder:
         assert recorder.stop(10) == 0
         assert store.sizes == [300, 100], "three requests have at least MAX_ROWS rows"
 
+    def test_a_flush_waits_for_what_was_put_before_it_alone(self, recorder: Recorder) -> None:
+        class Busy(FakeStore):
+            feeds = True
+
+            def record(self, records: Sequence[tuple[Lease, Completion]]) -> Recorded:
+                if self.feeds:
+                    recorder.put(LEASE, (answer(len(self.rows) + 1000),))
+                return super().record(records)
+
+        recorder._store = busy = Busy()  # type: ignore[assignment]
+        for index in range(3):
+            recorder.put(LEASE, (answer(index),))
+        assert not recorder.flush(0.01)
+        recorder.start()
+        assert recorder.flush(10)
+        assert {0, 1, 2} <= busy.rows.keys()
+        assert recorder.backlog, "there is always more on its way"
+        busy.feeds = False
+        assert recorder.stop(10) == 0
+
     def test_an_outage_keeps_the_rows(
         self, recorder: Recorder, store: FakeStore, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -398,6 +419,27 @@ class TestPeriodic:
         assert not thread.is_alive()
         assert isinstance(thread.failure, KeyError)
         assert errors == []
+
+    def test_woken_often_it_rests_in_between(self) -> None:
+        times: list[float] = []
+
+        def act() -> None:
+            times.append(time.monotonic())
+            if len(times) < 3:
+                thread.wake()
+
+        thread = Periodic("counting", 3600, act, rest=0.1)
+        thread.start()
+        eventually(lambda: len(times) == 3, "it acts each time that it is woken")
+        assert min(times[1] - times[0], times[2] - times[1]) >= 0.1
+        thread.stop(5)
+        assert not thread.is_alive()
+
+    def test_stopping_does_not_wait_for_its_rest(self) -> None:
+        thread = Periodic("counting", 3600, lambda: None, rest=3600)
+        thread.start()
+        thread.stop(5)
+        assert not thread.is_alive()
 
     def test_stopping_one_that_was_never_started_is_harmless(self) -> None:
         Periodic("idle", 1, lambda: None).stop()
