@@ -477,9 +477,7 @@ class TestEnds:
         engine.update_model(str(new))
         assert engine.model_details == other.model_details
         assert engine.model_version == other.model_version
-        sha = engine.model_details["sha256"]
-        assert isinstance(sha, str)
-        assert engine.model_version == f"sha256:{sha[:16]}"
+        assert engine.model_details["weights_sha256"] != make(old).model_details["weights_sha256"]
 
     def test_the_same_weights_again(self, old: Path) -> None:
         engine = begun(old, False)
@@ -487,6 +485,45 @@ class TestEnds:
         output = run(engine)["it"]
         assert output.token_ids == fresh(old, PROMPT, LENGTH).token_ids
         assert spans(output) == [(engine.model_version, 0)]  # one version, one span
+
+    @DEPTHS
+    def test_what_ended_meanwhile_says_whose_it_is(self, old: Path, new: Path, is_async: bool) -> None:
+        """A prompt that is only scored has no span."""
+        engine = begun(old, is_async)
+        version = engine.model_version
+        asked = SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)
+        engine.add(request("scored", PROMPT, asked))
+        outputs = engine.step()
+        engine.update_model(str(new))
+        engine.add(request("refused", [], greedy(3)))
+        engine.add(request("later", PROMPT, asked))
+        outputs += [*run(engine).values()]
+        found = {output.request_id: [choice.model_version for choice in output.choices] for output in outputs}
+        assert found == {
+            "scored": [version] * 2,
+            "refused": [engine.model_version],
+            "it": [engine.model_version],
+            "later": [engine.model_version] * 2,
+        }
+
+    def test_what_is_suspended_meanwhile_is_not_waited_for(
+        self, old: Path, new: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In synchronous use nobody could resume it."""
+        engine = begun(old, False)
+        step = engine.step
+
+        def suspending() -> list[EngineOutput]:
+            outputs = step()
+            engine.suspend(["it"])
+            return outputs
+
+        monkeypatch.setattr(engine, "step", suspending)
+        with pytest.raises(UpdateRefused, match="are suspended, so they would never be finished"):
+            engine.update_model(str(new), inflight="finish")
+        monkeypatch.undo()
+        engine.resume(["it"])
+        assert run(engine)["it"].token_ids == fresh(old, PROMPT, LENGTH).token_ids
 
     def test_what_is_suspended_cannot_be_finished(self, old: Path, new: Path) -> None:
         engine = begun(old, False)

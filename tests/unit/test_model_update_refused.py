@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.support.engines import make, prompts
 from tests.support.models import FAMILIES, save_chat_model, save_model, save_random
 from tests.support.updates import are_same, bits, fresh, greedy, is_empty, made, request, run, step_until
 from workers.engine import Engine, EngineOutput, UpdateRefused
+from workers.engine.cache import KVCache
 from workers.engine.comparison import weights
 from workers.engine.runner import Runner
 
@@ -295,6 +298,37 @@ class TestReload:
         assert is_empty(engine)
         engine.update_model(staged, inflight="restart")
         assert engine.generate([PROMPT], greedy(8))[0].token_ids == fresh(other_family, PROMPT, 8).token_ids
+        engine.close()
+
+    @pytest.mark.parametrize("how", ["half made", "smoke", "other logits"])
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_what_failed_is_gone_before_the_old_model_needs_the_room(
+        self, old: Path, other_family: Path, monkeypatch: pytest.MonkeyPatch, how: str, is_async: bool
+    ) -> None:
+        engine = make(old, use_async_batching=is_async)
+        staged = engine.stage(str(other_family))
+        pages, alive = [weakref.ref(tensor) for tensor in engine.runner.cache.tensors], []
+        make_cache = KVCache.__init__
+
+        def noted(cache: KVCache, *args: object, **options: object) -> None:
+            alive.append(sum(page() is not None for page in pages))
+            make_cache(cache, *args, **options)  # type: ignore[arg-type]
+            pages.extend(map(weakref.ref, cache.tensors))
+
+        monkeypatch.setattr(KVCache, "__init__", noted)
+        if how == "other logits":
+            monkeypatch.setattr("workers.engine.update.smoke_fault", lambda *_: "the smoke prompt gave other logits")
+        else:
+            self._fail_once(monkeypatch, *(("_bind", 1) if how == "half made" else ("smoke", 2)))
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(UpdateRefused, match="the old model is back"):
+                engine.update_model(staged, inflight="restart")
+        finally:
+            gc.enable()
+        assert alive == [0, 0]  # when the new model's pages were made, and when the old one's were again
+        assert engine.generate([PROMPT], greedy(8))[0].token_ids == fresh(old, PROMPT, 8).token_ids
         engine.close()
 
     def _fail_once(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:

@@ -136,6 +136,36 @@ def test_the_youngest_gives_way_first_and_the_oldest_is_the_first_again(llama: P
     run(engine)
 
 
+@POLICIES
+@pytest.mark.parametrize("order", [range(6), range(5, -1, -1)], ids=["resumed in order", "resumed backwards"])
+def test_those_that_never_ran_come_back_in_their_order(llama: Path, scheduler_type: str, order: range) -> None:
+    engine = make(llama, max_requests_per_batch=1, scheduler_type=scheduler_type)
+    add(engine, [[5 + number] * (9 - number) for number in range(6)], 3)  # the longest first
+    engine.suspend(range(6))
+    engine.generate([[5, 6, 7]], greedy(3))  # their turn comes, and they are passed over
+    assert len(engine.scheduler.parked) == 6
+    engine.add(request("late", [60] * 30, greedy(3)))
+    engine.resume(order)
+    assert list(run(engine)) == [*range(6), "late"]
+    assert is_empty(engine)
+
+
+def test_those_that_never_ran_come_behind_those_that_did(llama: Path) -> None:
+    engine, some = make(llama, max_requests_per_batch=2), prompts(5)
+    add(engine, some[:2], 6)
+    step_until(engine, lambda: made(engine, 1) == 3)
+    for number in (2, 3):
+        engine.add(request(number, some[number], greedy(6)))
+    engine.suspend(range(4))
+    for _ in range(2):  # two that need both slots
+        engine.add(request(f"beside {_}", some[4], greedy(3)))
+    run(engine)
+    assert len(engine.scheduler.parked) == 4
+    engine.resume([3, 1, 2, 0])
+    assert list(run(engine)) == [0, 1, 2, 3]
+    assert is_empty(engine)
+
+
 @DEPTHS
 def test_one_that_is_added_suspended_does_not_run(llama: Path, is_async: bool) -> None:
     engine, some = make(llama, use_async_batching=is_async), prompts(3)

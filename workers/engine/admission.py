@@ -84,7 +84,7 @@ class Admission:
     def refused(self, request: EngineRequest, reason: PromptError) -> list[Sequence]:
         """The choices of a request that cannot run, each failed with the reason."""
         sequences = [
-            Sequence(request, choice=choice, limit=1, seed=0, stop_ids=frozenset())
+            Sequence(request, choice=choice, limit=1, seed=0, stop_ids=frozenset(), version=self.version)
             for choice in range(request.sampling.n)
         ]
         for sequence in sequences:

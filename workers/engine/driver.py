@@ -3,6 +3,9 @@
 What it keeps true:
 - Nobody else touches the engine.
 - An update that waits for answers to be finished holds up nothing: steps go on, outcomes are delivered, cancels heard.
+  It waits for suspended ones too, until they are resumed or cancelled: its caller can set a limit, or stop the loop.
+- What has ended is delivered before another model takes over, so whoever asks for the model's version while an outcome
+  is delivered gets that of the model that made it.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ class Driver:
         try:
             report = None if is_off else self._begin_or_apply(order)
         except UsageError as refused:
-            error = refused
+            error = refused.with_traceback(None)  # which has frames that know the staged model, and this one the error
         if report is None and error is None and not is_off:
             return  # answers are to be finished first
         if self._update is not None:
@@ -126,7 +129,10 @@ class Driver:
             update = Update(self._engine, order.staged, order.inflight)
             update.begin()
             self._update = update
-        return self._update.apply() if self._update.is_ready else None
+        if not self._update.is_ready:
+            return None
+        self._publish(self._engine.settle())
+        return self._update.apply()
 
     # The end
 

@@ -232,13 +232,16 @@ class EngineLoop:
     ) -> UpdateReport:
         """Go on with another model from between two steps on; see :meth:`Engine.update_model`.
 
-        While requests are finished first, nothing begins that has not begun, and all else goes on. It works during a
-        pause too, but for ``finish``.
+        While requests are finished first, nothing begins that has not begun, and all else goes on. One that is
+        suspended meanwhile is waited for too, until it is resumed or cancelled. It works during a pause too, but for
+        ``finish``.
+
+        When this has returned or raised, the loop lets go of ``staged``.
 
         Raises:
             UpdateRefused: It cannot be done; the old model is as before.
             EngineStopped: The loop does not run, or was stopped before it could be done.
-            TimeoutError: It did not begin within ``timeout`` seconds; the old model stays.
+            TimeoutError: It could not be done within ``timeout`` seconds; the old model stays.
             RuntimeError: Called from a handler.
         """
         order = UpdateOrder(staged, inflight)
@@ -255,8 +258,12 @@ class EngineLoop:
             except BaseException:
                 self._inbox.withdraw(order)
                 raise
-            if order.error is not None:
-                raise order.error
+            error, order.error = order.error, None
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback has this frame: they would keep each other, and the staged model
             if order.report is None:
                 raise self._reason() from self.failure
             return order.report

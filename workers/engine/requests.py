@@ -74,7 +74,8 @@ class EngineOutput:
     generated token, an end-of-sequence token included. ``logprobs`` are natural logarithms of the model's own
     distribution, before temperature, penalties and filters. ``token_times`` are seconds since ``started_at`` by a
     monotonic clock. Where a stop string cut the text, the tokens of the match are kept in these lists, not in the text.
-    ``version_spans`` say which version of the model drew which tokens, the first from token 0 on.
+    ``version_spans`` say which version of the model drew which tokens, the first from token 0 on. ``model_version`` is
+    that of the last one; of an outcome without a token, the version that scored the prompt or that it ended under.
     """
 
     request_id: Hashable
@@ -94,6 +95,7 @@ class EngineOutput:
     error: RequestError | None = None
     prompt_scores: PromptScores | None = None
     version_spans: tuple[VersionSpan, ...] = ()
+    model_version: str = ""
     other_choices: tuple[EngineOutput, ...] = ()
 
     @property

@@ -170,5 +170,6 @@ class Runner:
 
     def _free_bytes(self) -> int:
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what a former model let go of is free only then
             return int(torch.cuda.mem_get_info(self.device)[0])
         return int(psutil.virtual_memory().available)

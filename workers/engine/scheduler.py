@@ -111,7 +111,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: what is suspended does not count."""
+        """Whether a step would do anything: what is suspended does not count, nor what may not begin."""
+        if not self.admits_unbegun:
+            return bool(self.running) or self.waiting.has_begun
         return self._live > self.suspended
 
     @property
@@ -142,7 +144,7 @@ class Scheduler:
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """They go on: in their old order, and before whatever waits where they were parked."""
-        parked = []
+        parked: set[Sequence] = set()
         for sequence in sequences:
             if not sequence.is_suspended:
                 continue
@@ -153,9 +155,13 @@ class Scheduler:
                 self.standing.remove(sequence)
                 insort(self.running, sequence, key=_admitted)
             elif sequence in self.parked:
-                del self.parked[sequence]
-                parked.append(sequence)
-        for sequence in sorted(parked, key=_admitted, reverse=True):
+                parked.add(sequence)
+        if not parked:
+            return
+        # By admission; those that never ran come behind, in the order in which their turn came.
+        in_order = sorted((s for s in self.parked if s in parked), key=lambda s: s.admitted or self._admissions + 1)
+        for sequence in reversed(in_order):
+            del self.parked[sequence]
             self.waiting.put_back(sequence)
 
     def schedule(self) -> list[Scheduled]:

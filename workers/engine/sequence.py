@@ -276,6 +276,7 @@ class Sequence:
             error=self.error,
             prompt_scores=self._prompt_scores(vocabulary),
             version_spans=tuple(self.spans),
+            model_version=(self.spans[-1] if self.spans else self.maker).version,
         )
 
     def _prompt_scores(self, vocabulary: Vocabulary) -> PromptScores | None:

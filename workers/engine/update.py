@@ -4,7 +4,9 @@ What it keeps true:
 - All checks that can be made come before the first write; if the smoke prompt then fails, the weights are exchanged
   back, and the engine is bit for bit as before.
 - A hot update exchanges weights and touches nothing else of the device. Any other model needs an engine without
-  requests, whose parts are then assembled anew; if that fails, the old model's are.
+  requests, whose parts are then assembled anew; if that fails, the old model's are, when the failed ones are gone.
+- Nothing here refers to a staged model when the update has ended, not even an error's traceback: who staged it decides
+  how long its memory is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchjobs.errors import UsageError
-from batchjobs.types import Inflight
+from batchjobs.types import FinishReason, Inflight
 from workers.engine.inflight import Transition
 from workers.engine.layers import unbind
 from workers.engine.parts import Parts, assemble, carry_over, read
@@ -33,6 +35,8 @@ __all__ = ["StagedModel", "Update", "UpdateRefused", "UpdateReport"]
 
 log = logging.getLogger("batchjobs.engine")
 
+STUCK = "answers that were begun are suspended, so they would never be finished: resume or cancel them first"
+
 
 class UpdateRefused(UsageError):
     """The model was not updated, for the reason in the message; the old one is bit for bit as before."""
@@ -42,8 +46,9 @@ class UpdateRefused(UsageError):
 class UpdateReport:
     """What an update did. No token was made for ``seconds``.
 
-    The counts are of requests: ``finished`` by the old weights during the update, ``restarted`` from their beginning,
-    ``recomputed`` whose tokens so far the new weights read anew, ``kept`` that went on with what the old ones computed.
+    The counts are of requests: ``finished`` by the old weights during the update, without those that were cancelled
+    then; ``restarted`` from their beginning; ``recomputed`` whose tokens so far the new weights read anew; ``kept``
+    that went on with what the old ones computed.
     """
 
     old_version: str
@@ -62,14 +67,13 @@ class Update:
     """One update of an engine: ``begin``, then steps until it is ready, then ``apply``. Or ``abandon`` it."""
 
     def __init__(self, engine: Engine, staged: StagedModel, inflight: Inflight | str) -> None:
-        try:
-            self.policy = Inflight(inflight)
-        except ValueError:
-            raise UsageError(f"inflight must be one of {', '.join(Inflight)}, not {inflight!r}") from None
+        if inflight not in tuple(Inflight):
+            raise UsageError(f"inflight must be one of {', '.join(Inflight)}, not {inflight!r}")
+        self.policy = Inflight(inflight)
         self._engine = engine
         self._staged = staged
         self._why_not_hot: str | None = None
-        self._awaited: frozenset[Hashable] = frozenset()
+        self._awaited: dict[Hashable, list[Sequence]] = {}  # the choices of each: an id can come a second time
 
     @property
     def is_reload(self) -> bool:
@@ -80,34 +84,42 @@ class Update:
         engine, self._why_not_hot = self._engine, why_not_hot(self._engine._parts.loaded, self._staged)
         if self.is_reload and self.policy in (Inflight.RECOMPUTE, Inflight.KEEP):
             raise UpdateRefused(
-                f"{self._staged.name!r} cannot take the place of {engine.model_name!r} while answers are under way: "
+                f"{self._staged.name!r} cannot take the place of {engine.model_name!r} in place: "
                 f"{self._why_not_hot}; a full reload can (inflight finish or restart)"
             )
         if self.policy is Inflight.FINISH:
-            self._awaited = frozenset(_begun(engine))
-            if any(_is_suspended(engine._requests[name]) for name in self._awaited):
-                raise UpdateRefused(self._stuck)
-        if self.is_reload and engine._requests.keys() - self._awaited:
+            self._awaited = _begun(engine)
+            if any(map(_is_suspended, self._awaited.values())):
+                raise UpdateRefused(STUCK)
+        if self.is_reload and engine._requests.keys() - self._awaited.keys():
             raise UpdateRefused(self._occupied)
         engine.scheduler.admits_unbegun = self.policy is not Inflight.FINISH
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is nothing left to wait for, or no sense in waiting."""
+        """Whether there is nothing left to wait for. It waits for what was suspended since it began, too: that will be
+        resumed or cancelled."""
+        return not self._unfinished
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all that is waited for is suspended: steps alone will never make it ready."""
+        return not self.is_ready and all(map(_is_suspended, self._unfinished))
+
+    @property
+    def _unfinished(self) -> list[list[Sequence]]:
         requests = self._engine._requests
-        return not any(name in requests and not _is_suspended(requests[name]) for name in self._awaited)
+        return [choices for name, choices in self._awaited.items() if requests.get(name) is choices]
 
     def abandon(self) -> None:
         self._engine.scheduler.admits_unbegun = True
 
     def apply(self) -> UpdateReport:
-        """Between two steps. Raises UpdateRefused."""
+        """Between two steps, when it is ready. Raises UpdateRefused."""
         started = time.monotonic()
         engine = self._engine
         engine._collect()
         try:
-            if self._awaited & engine._requests.keys():
-                raise UpdateRefused(self._stuck)
             if self.is_reload and engine._requests:
                 raise UpdateRefused(self._occupied)
             old = engine._parts.loaded
@@ -121,15 +133,11 @@ class Update:
             new_model=engine.model_name,
             is_reload=self.is_reload,
             seconds=time.monotonic() - started,
-            finished=len(self._awaited),
+            finished=sum(not any(map(_is_cancelled, choices)) for choices in self._awaited.values()),
             **counts,
         )
         log.info("%s %s took the place of %s %s", engine.model_name, engine.model_version, old.name, old.version)
         return report
-
-    @property
-    def _stuck(self) -> str:
-        return "answers that were begun are suspended, so they would never be finished: resume or cancel them first"
 
     @property
     def _occupied(self) -> str:
@@ -181,23 +189,36 @@ class Update:
         before = old.pipeline.run(lambda: old.runner.smoke(ids))
         old.runner.release()
         old.loaded.model.to("cpu")
-        try:
-            staged.loaded.model.to(device)
-            parts = assemble(staged.loaded, engine.config, seeds=old.reading.admission.seeds)
-            fault = _smoke_fault(parts, staged.smoke_logits)
-            if fault is not None:
-                parts.pipeline.close()
-                raise UpdateRefused(fault)
-        except Exception as error:
-            unbind(staged.loaded.model)
-            staged.loaded.model.to("cpu")
+        parts = self._put_in(device)
+        if isinstance(parts, str):
             old.loaded.model.to(device)
             self._take(assemble(old.loaded, replace(engine.config, num_blocks=old.runner.num_pages)))
-            reason = str(error) or type(error).__name__
-            raise UpdateRefused(f"{staged.name!r} cannot run here: {reason}; the old model is back") from error
+            raise UpdateRefused(f"{staged.name!r} cannot run here: {parts}; the old model is back")
         self._take(parts)
         staged.hold(old.loaded, before)
         return {}
+
+    def _put_in(self, device: torch.device) -> Parts | str:
+        """What the new model runs in, or why it cannot. Of a failure nothing stays on the device, where the old model
+        needs all the room that it had."""
+        loaded, parts = self._staged.loaded, None
+        try:
+            loaded.model.to(device)
+            parts = assemble(loaded, self._engine.config, seeds=self._engine._admission.seeds)
+            fault = _smoke_fault(parts, self._staged.smoke_logits)
+        except UsageError as error:
+            fault = str(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the old model must come back
+            fault = f"{type(error).__name__}: {error}"
+        # Here the error is gone, and with its traceback whatever was half made.
+        if parts is not None and fault is None:
+            return parts
+        if parts is not None:
+            parts.pipeline.close()
+            parts.runner.release()
+        unbind(loaded.model)
+        loaded.model.to("cpu")
+        return str(fault)
 
     def _take(self, parts: Parts) -> None:
         old = self._engine._parts
@@ -212,6 +233,8 @@ def update(engine: Engine, staged: StagedModel, inflight: Inflight | str) -> Upd
     try:
         one.begin()
         while not one.is_ready:
+            if one.is_stuck:
+                raise UpdateRefused(STUCK)  # nobody else is here to resume or to cancel
             ended += engine.step()
         return one.apply()
     finally:
@@ -219,13 +242,17 @@ def update(engine: Engine, staged: StagedModel, inflight: Inflight | str) -> Upd
         engine._ended = ended + engine._ended
 
 
-def _begun(engine: Engine) -> set[Hashable]:
+def _begun(engine: Engine) -> dict[Hashable, list[Sequence]]:
     """The requests of which something has run there."""
-    return {name for name, choices in engine._requests.items() if not any(c.is_unbegun for c in choices)}
+    return {name: choices for name, choices in engine._requests.items() if not any(c.is_unbegun for c in choices)}
 
 
 def _is_suspended(choices: list[Sequence]) -> bool:
     return any(choice.is_suspended for choice in choices)
+
+
+def _is_cancelled(choice: Sequence) -> bool:
+    return choice.finish_reason is FinishReason.CANCELLED
 
 
 def _smoke_fault(parts: Parts, wanted: torch.Tensor) -> str | None:

@@ -41,6 +41,11 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         self._order.add(sequence)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether one waits that has begun, and is not suspended."""
+        return any(not (sequence.is_finished or sequence.is_suspended) for sequence in self._begun)
+
     def put_back(self, sequence: Sequence) -> None:
         """It was running or could not run yet: it is the next one again."""
         (self._unbegun if sequence.is_unbegun else self._begun).appendleft(sequence)
