@@ -41,8 +41,8 @@ class LoadedModel:
 
     ``version`` names it by its content (``sha256:`` and 16 hex digits, see :mod:`workers.engine.versions`). ``details``
     say more: ``architecture``, ``parameters``, ``bytes`` of the files, the whole digests ``weights_sha256`` and
-    ``reading_sha256`` and, of a hub model, its commit as ``revision``. ``max_model_len`` is in tokens, prompt and answer
-    together. ``eos_ids`` end an answer.
+    ``reading_sha256`` and, of a hub model, its commit as ``revision``. ``max_model_len`` is in tokens, prompt and
+    answer together. ``eos_ids`` end an answer.
     """
 
     model: PreTrainedModel
