@@ -27,7 +27,7 @@ __all__ = ["queue", "settings", "start"]
 
 pytestmark = sqlite
 
-AT_ONCE, REQUESTS, TOKENS, BEGUN = 4, 8, 160, 30
+AT_ONCE, REQUESTS, TOKENS, BEGUN = 4, 8, 140, 20
 STEP_SECONDS = 0.004
 PATIENCE = 60.0
 

@@ -399,7 +399,7 @@ class TestPlans:
             (lambda store, batch_id: store.open_commands("w1"), "commands USING INDEX ix_commands_open"),
             (
                 lambda store, batch_id: store.orders("w1", [Lease(ShardId(batch_id, 0), 1, 1)]),
-                r"commands USING INDEX sqlite_autoindex_commands_2 \(kind=\? AND batch_id=\?\)",
+                r"commands USING COVERING INDEX sqlite_autoindex_commands_2 \(kind=\? AND batch_id=\?\)",
             ),
             (
                 lambda store, batch_id: store.orders("w1", [Lease(ShardId(batch_id, 0), 1, 1)]),
