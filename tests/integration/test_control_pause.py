@@ -340,9 +340,12 @@ class TestBatches:
     def test_cancelled_while_paused(self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue) -> None:
         batch_id = open_long(store, queue, 12)
         worker = start()
-        eventually(
-            lambda: worker.loop.stats().waiting == 4 and worker.loop.stats().generated_tokens, "it has all of it"
-        )
+
+        def has_all() -> bool:
+            stats = worker.loop.stats()
+            return (stats.running, stats.waiting) == (8, 4) and stats.generated_tokens > 0
+
+        eventually(has_all, "it has all of it")
         pause_batch(store, queue, batch_id)
         eventually(lambda: worker.loop.stats().suspended == 12, "it stands still")
         store.cancel_request(batch_id, 0)
