@@ -48,8 +48,6 @@ class Outcomes:
         text = output.text
         if prompt is not None and output.finish_reason is not FinishReason.ERROR:
             text = following(prompt, text, output.tokens)
-        # Not the engine's own: it may have been updated since the last token was drawn.
-        version = output.version_spans[-1].version if output.version_spans else self.serving.version
         return Completion(
             index=index,
             choice=output.choice,
@@ -63,8 +61,9 @@ class Outcomes:
             logprobs=output.logprobs,
             token_times=output.token_times,
             top_logprobs=output.top_logprobs,
-            model=self.serving.model_of(version),
-            model_version=version,
+            # Not the engine's own version: it may have been updated since the last token was drawn.
+            model=self.serving.model_of(output.model_version),
+            model_version=output.model_version,
             version_spans=output.version_spans,
             worker=self.worker,
             attempt=lease.attempt,

@@ -1,4 +1,4 @@
-"""Conditions that several statements share.
+"""Conditions that several statements share, and a question that several ask.
 
 Rows of one batch are found by a range of indexes between constants, never by a join or a list of indexes: PostgreSQL,
 which has no statistics yet on a batch of the last minute, would take it for tiny and read all of it each time.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from batchjobs.tables import shards
+from batchjobs.tables import completions, shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +29,15 @@ def in_range(table: sa.Table) -> sa.ColumnElement[bool]:
     """The row is of ``batch`` and its index from ``first`` to ``last``, both included."""
     is_between = table.c.index.between(sa.bindparam("first"), sa.bindparam("last"))
     return sa.and_(table.c.batch_id == sa.bindparam("batch"), is_between)
+
+
+_COUNTED = ("status", "prompt_tokens", "completion_tokens", "attempt", "finished_at")
+ENDED = (
+    sa.select(completions.c.index.label("index_"), *(completions.c[name] for name in _COUNTED))
+    .where(in_range(completions))
+    .order_by(completions.c.index, completions.c.choice)
+)
+"""What there is of requests that have ended: a row a choice, those of a request behind each other, without texts."""
 
 
 def runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from batchjobs.clock import database_instant, database_seconds
 from batchjobs.errors import NotFound, UsageError
 from batchjobs.store.cancelling import CANCEL_REQUEST
-from batchjobs.store.conditions import IS_NAMED, free_at, in_range, runs
+from batchjobs.store.conditions import ENDED, IS_NAMED, free_at, in_range, runs
 from batchjobs.store.locks import locked_batch
 from batchjobs.store.part import Part, known
 from batchjobs.store.records import Retried
@@ -95,7 +95,7 @@ def _check(batch: Row[Any] | None, batch_id: str) -> None:
 def _failures(connection: Connection, shard: Row[Any]) -> _Failures:
     inside = {"batch": shard.batch_id, "first": shard.first_index, "last": shard.last_index}
     refused = set(connection.execute(_REFUSED, inside).scalars())
-    ended: Sequence[Any] = connection.execute(_ENDED, inside).all()
+    ended: Sequence[Any] = connection.execute(ENDED, inside).all()
     found = {index: list(choices) for index, choices in groupby(ended, attrgetter("index_"))}
     failed = {index: choices for index, choices in found.items() if index not in refused and _has_failed(choices)}
     rows = [choice for choices in failed.values() for choice in choices]
@@ -155,17 +155,6 @@ _LOCK = (
     .with_for_update()
 )
 _REFUSED = sa.select(requests.c.index).where(in_range(requests), requests.c.rejected)
-_ENDED = (
-    sa.select(
-        completions.c.index.label("index_"),
-        completions.c.status,
-        completions.c.prompt_tokens,
-        completions.c.completion_tokens,
-        completions.c.attempt,
-    )
-    .where(in_range(completions))
-    .order_by(completions.c.index, completions.c.choice)
-)
 _FORGET_CANCELS = sa.delete(commands).where(in_range(commands), commands.c.kind == CANCEL_REQUEST)
 _KEEP = sa.insert(past_completions).from_select(
     [column.name for column in completions.columns] + ["retried_at"],

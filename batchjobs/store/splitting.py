@@ -13,8 +13,8 @@ import sqlalchemy as sa
 
 from batchjobs.clock import database_instant
 from batchjobs.store.bulk import insert_rows
-from batchjobs.store.conditions import IS_NAMED, in_range
-from batchjobs.tables import completions, instant_text, requests, shards
+from batchjobs.store.conditions import ENDED, IS_NAMED, in_range
+from batchjobs.tables import instant_text, requests, shards
 from batchjobs.types import RequestStatus
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def split(connection: Connection, batch_id: str, rows: Sequence[Row[Any]]) -> No
 def _singles(connection: Connection, row: Row[Any], number: int, now: datetime) -> list[dict[str, Any]]:
     """One shard for each request of a locked one, numbered from ``number``, as rows."""
     inside = {"batch": row.batch_id, "first": row.first_index, "last": row.last_index}
-    ended: Sequence[Any] = connection.execute(_OUTCOMES, inside).all()
+    ended: Sequence[Any] = connection.execute(ENDED, inside).all()
     outcomes: defaultdict[int, list[Row[Any]]] = defaultdict(list)
     for outcome in ended:
         outcomes[outcome.index_].append(outcome)
@@ -71,15 +71,4 @@ def _counts(choices: Sequence[Row[Any]], now: datetime) -> dict[str, Any]:
 LAST_NUMBER = sa.select(sa.func.max(shards.c.shard_no)).where(shards.c.batch_id == sa.bindparam("batch"))
 """New shards of a batch are numbered behind it."""
 _INDEXES = sa.select(requests.c.index).where(in_range(requests)).order_by(requests.c.index)
-_OUTCOMES = (
-    sa.select(
-        completions.c.index.label("index_"),
-        completions.c.status,
-        completions.c.prompt_tokens,
-        completions.c.completion_tokens,
-        completions.c.finished_at,
-    )
-    .where(in_range(completions))
-    .order_by(completions.c.index, completions.c.choice)
-)
 _DELETE = sa.delete(shards).where(IS_NAMED)

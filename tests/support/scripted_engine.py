@@ -65,6 +65,7 @@ class _Sequence:
             started_at=NOON,
             first_token_at=NOON,
             finished_at=NOON,
+            model_version="scripted",
             other_choices=tuple(self.output(reason, vocabulary, each) for each in others),
         )
 

@@ -191,11 +191,12 @@ class _Sequence:
         for choice in self.going:
             choice.reason, choice.error = reason, error
 
-    def output(self) -> EngineOutput:
-        first, *others = map(self._output, self.choices)
+    def output(self, version: str) -> EngineOutput:
+        """``version`` is the engine's, for choices without a token."""
+        first, *others = (self._output(choice, version) for choice in self.choices)
         return replace(first, prompt_scores=self._scores(), other_choices=tuple(others))
 
-    def _output(self, choice: _Choice) -> EngineOutput:
+    def _output(self, choice: _Choice, version: str) -> EngineOutput:
         assert choice.reason is not None
         now = datetime.now(UTC)
         first = self.started_at + timedelta(seconds=choice.times[0]) if self.started_at and choice.times else None
@@ -216,6 +217,7 @@ class _Sequence:
             finished_at=now,
             error=choice.error,
             version_spans=tuple(choice.spans),
+            model_version=choice.spans[-1].version if choice.spans else version,
         )
 
     def _scores(self) -> PromptScores | None:
@@ -448,9 +450,9 @@ class StubLoop:
             while not self._stopping.wait(self._step_seconds):
                 self._ticked_at = time.monotonic()
                 for sequence in self._cancel():
-                    sequence.on_finish(sequence.output())
+                    sequence.on_finish(sequence.output(self.engine.model_version))
                 for sequence in self._step():
-                    sequence.on_finish(sequence.output())
+                    sequence.on_finish(sequence.output(self.engine.model_version))
         except BaseException as error:  # noqa: BLE001
             self.failure = error
         with self._lock:

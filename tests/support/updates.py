@@ -1,4 +1,4 @@
-"""Engines whose model changes, and what a fresh engine says."""
+"""Engines whose model changes, and what a fresh engine says. A test module imports the fixtures by name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,31 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig
 
 from batchjobs.types import SamplingParams
 from tests.support.engines import make
-from tests.support.models import FAMILIES, save_random
+from tests.support.models import FAMILIES, save_model, save_random
 from workers.engine import Engine, EngineOutput, EngineRequest
 from workers.engine.comparison import weights
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("old"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same shape."""
+    return save_model("llama", tmp_path_factory.mktemp("new"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def other_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("gemma2", tmp_path_factory.mktemp("other"), seed=2)
 
 
 def greedy(max_tokens: int, **options: object) -> SamplingParams:

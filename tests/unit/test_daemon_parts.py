@@ -312,6 +312,7 @@ def output(*texts: str, choice: int = 0, **values: Any) -> EngineOutput:
         "text": "".join(texts),
         "finish_reason": FinishReason.LENGTH,
         "prompt_scores": None,
+        "model_version": "stub-1",
         **values,
     }
     return EngineOutput(

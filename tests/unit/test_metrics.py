@@ -93,6 +93,7 @@ def output(*times: float, reason: FinishReason = FinishReason.STOP, **values: An
         "started_at": now,
         "first_token_at": now,
         "finished_at": now,
+        "model_version": "v",
     }
     return EngineOutput(**(given | values))
 

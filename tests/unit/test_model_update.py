@@ -10,23 +10,28 @@ import pytest
 from batchjobs.types import FinishReason, SamplingParams, VersionSpan
 from tests.support.engines import make, prompts
 from tests.support.models import save_chat_model, save_model
-from tests.support.updates import are_same, bits, fresh, greedy, is_empty, made, request, run, save_long, step_until
+from tests.support.updates import (
+    are_same,
+    bits,
+    fresh,
+    greedy,
+    is_empty,
+    made,
+    new,
+    old,
+    request,
+    run,
+    save_long,
+    step_until,
+)
 from workers.engine import Engine, EngineOutput, UpdateRefused
+
+__all__ = ["new", "old"]
 
 DEPTHS = pytest.mark.parametrize("is_async", [False, True])
 PROMPT = prompts(1, seed=5)[0]
 MADE = 9  # tokens when the model changes
 LENGTH = 24
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("old"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("new"), seed=1)
 
 
 @pytest.fixture(scope="module")

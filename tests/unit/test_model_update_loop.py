@@ -14,31 +14,17 @@ import pytest
 from batchjobs.errors import UsageError
 from batchjobs.types import FinishReason, SamplingParams
 from tests.support.engines import make, prompts
-from tests.support.models import save_model
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_engine import request as scripted
-from tests.support.updates import fresh, greedy, is_empty, request
+from tests.support.updates import fresh, greedy, is_empty, new, old, other_family, request
 from tests.support.waiting import eventually
 from workers.engine import Engine, EngineLoop, EngineOutput, EngineStopped, UpdateRefused
 from workers.engine.runner import Runner
 
+__all__ = ["new", "old", "other_family"]
+
 PROMPT = prompts(1, seed=5)[0]
 LENGTH = 24
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("old"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("new"), seed=1)
-
-
-@pytest.fixture(scope="module")
-def other_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("gemma2", tmp_path_factory.mktemp("other"), seed=2)
 
 
 class Gate:

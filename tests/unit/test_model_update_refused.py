@@ -17,29 +17,33 @@ from transformers import AutoTokenizer, LlamaConfig
 from batchjobs.errors import UsageError
 from tests.support.engines import make, prompts
 from tests.support.models import FAMILIES, save_chat_model, save_model, save_random
-from tests.support.updates import are_same, bits, fresh, greedy, is_empty, made, request, run, step_until
+from tests.support.updates import (
+    are_same,
+    bits,
+    fresh,
+    greedy,
+    is_empty,
+    made,
+    old,
+    other_family,
+    request,
+    run,
+    step_until,
+)
 from workers.engine import Engine, EngineOutput, UpdateRefused
 from workers.engine.cache import KVCache
 from workers.engine.comparison import weights
 from workers.engine.runner import Runner
 
+__all__ = ["old", "other_family"]
+
 PROMPT = prompts(1, seed=5)[0]
 NORM = "model.layers.1.input_layernorm.weight"
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("llama", tmp_path_factory.mktemp("old"), seed=0)
 
 
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
     return save_model("llama", tmp_path / "new", seed=1)
-
-
-@pytest.fixture(scope="module")
-def other_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model("gemma2", tmp_path_factory.mktemp("other"), seed=2)
 
 
 def save_like(folder: Path, **changes: object) -> None:

@@ -95,7 +95,7 @@ class EngineOutput:
     error: RequestError | None = None
     prompt_scores: PromptScores | None = None
     version_spans: tuple[VersionSpan, ...] = ()
-    model_version: str = ""
+    model_version: str
     other_choices: tuple[EngineOutput, ...] = ()
 
     @property
