@@ -7,6 +7,7 @@ import os
 # Tests run side by side, and on tiny models a second thread costs more than it brings. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.support.cases import pytest_addoption, pytest_collection_modifyitems, pytest_terminal_summary
 from tests.support.llama import llama
 from tests.support.machine import embedded, home
 from tests.support.redis import redis_server, redis_url
@@ -20,6 +21,9 @@ __all__ = [
     "llama",
     "migrated_sqlite_file",
     "postgres_server",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_terminal_summary",
     "redis_server",
     "redis_url",
     "store",

@@ -16,6 +16,7 @@ from transformers import AddedToken, AutoTokenizer
 from batchjobs.errors import InvalidParameter
 from batchjobs.types import FinishReason
 from tests.support import engines
+from tests.support.cases import case
 from tests.support.engines import prompts
 from tests.support.models import (
     VOCAB_SIZE,
@@ -48,6 +49,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 # Sampling parameters
 
 
+@case("A-sp-01")
 def test_sp_01_an_empty_stop_string_is_refused() -> None:
     for stop in [("",), ("", "END")]:
         with pytest.raises(InvalidParameter, match="none of them empty"):
