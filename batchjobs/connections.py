@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchjobs.folders import own_folder
 from batchjobs.store import Store
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def connect_store(settings: Settings) -> Store:
         BatchjobsError: Its schema is out of date; the message says how to upgrade it.
     """
     if settings.database_url is None:
-        settings.home.mkdir(parents=True, exist_ok=True)
+        own_folder(settings.home)
     store = Store(settings.store_url)
     try:
         store.prepare()

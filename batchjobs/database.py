@@ -28,6 +28,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, make_url
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed, UsageError
+from batchjobs.folders import make_private_file
 from batchjobs.text import has_stray_at
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ def json_text(value: Any) -> str:
 
 def _sqlite_engine(url: URL) -> sa.Engine:
     engine = sa.create_engine(url, json_serializer=json_text, json_deserializer=orjson.loads)
+    file = Path(url.database or "")
+    event.listen(engine, "do_connect", lambda *_: make_private_file(file))
     event.listen(engine, "connect", _set_up_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
@@ -182,7 +185,7 @@ def _set_up_sqlite(connection: sqlite3.Connection, record: object) -> None:
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA temp_store = MEMORY")
-    connection.execute("PRAGMA cache_size = -32768")  # 32 MiB
+    connection.execute("PRAGMA cache_size = -16384")  # 16 MiB
     connection.execute("PRAGMA journal_size_limit = 67108864")
 
 

@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import os
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -29,7 +28,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 from redis.retry import Retry
 
-from batchjobs.errors import BatchjobsError, ConnectionFailed
+from batchjobs.errors import ConnectionFailed
+from batchjobs.folders import own_folder, private_folder
 from batchjobs.redis_binary import find_server
 from batchjobs.text import visible
 
@@ -52,7 +52,7 @@ class EmbeddedRedis:
     """
 
     def __init__(self, home: Path, *, start_seconds: float = START_SECONDS) -> None:
-        self.folder = _private_folder(home.expanduser().absolute() / "redis")
+        self.folder = private_folder(own_folder(home.expanduser().absolute()) / "redis")
         self.socket_path = socket_path_for(self.folder)
         self._start_seconds = start_seconds
         self._client = Redis(
@@ -290,21 +290,4 @@ def socket_path_for(folder: Path) -> Path:
         return path
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     short = Path(tempfile.gettempdir()) / f"batchjobs-{os.getuid()}-{digest}"
-    return _private_folder(short) / "redis.sock"
-
-
-def _private_folder(path: Path) -> Path:
-    """Creates ``path`` for this user alone. Refuses a link and somebody else's folder: both could be planted."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise BatchjobsError(f"{path} is not a folder of this user's own; remove it, or set BATCHJOBS_HOME")
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            path.chmod(0o700)
-    except OSError as error:
-        raise BatchjobsError(
-            f"{path} cannot be created: {error.strerror}; set BATCHJOBS_HOME to another folder"
-        ) from error
-    return path
+    return private_folder(short) / "redis.sock"

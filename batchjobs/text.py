@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-# C0, DEL and C1 drive a terminal; the line separators and the direction marks rearrange what is read; lone
-# surrogates cannot be encoded at all.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-_UNSAFE_BUT_NEWLINES = re.compile(
-    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
+# C0, DEL and C1 drive a terminal; the line separators and the direction marks rearrange what is read; some characters
+# cannot be seen at all; lone surrogates cannot be encoded.
+_BEYOND_ASCII = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+_UNSAFE = re.compile(f"[\x00-\x1f{_BEYOND_ASCII}]")
+_UNSAFE_BUT_NEWLINES = re.compile(f"[\x00-\x09\x0b-\x1f{_BEYOND_ASCII}]")
 _SECRET_PARAMETER = re.compile(r"([?&](?:password|passwd|pwd|passfile|sslpassword)=)[^&#]*", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(://[^:@/?#]*):.*@")
 _SHORT_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -20,6 +19,14 @@ def visible(text: str, *, keep_newlines: bool = False) -> str:
     """``text`` with every control character written as an escape (``\\x1b``), so that no terminal obeys it."""
     pattern = _UNSAFE_BUT_NEWLINES if keep_newlines else _UNSAFE
     return pattern.sub(_escape, text)
+
+
+def escaped_json(line: bytes) -> bytes:
+    """A line of JSON with the same characters as JSON escapes, so that it can go to a terminal and stays the same JSON.
+    Those below the blank are escapes in any JSON."""
+    if line.isascii() and b"\x7f" not in line:
+        return line
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", line.decode()).encode()
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -14,9 +14,10 @@ import click
 
 from batchjobs.cli.console import complain, print_line_errors, say
 from batchjobs.errors import BatchjobsError, InvalidInput
+from batchjobs.text import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
 BROKEN_PIPE = 141
@@ -28,9 +29,11 @@ class OutputClosed(Exception):
     """Whoever read our output has read enough."""
 
 
-def guarded(command: Callable[[], Any], *, debug: bool = False) -> int:
-    """Runs ``command`` and returns the exit code: what it returns if that is a number, else 0, or that of its error."""
+def guarded(command: Callable[[], Any], *, debug: bool = False, arguments: Sequence[str] = ()) -> int:
+    """Runs ``command`` and returns the exit code: what it returns if that is a number, else 0, or that of its error.
+    Passwords in the ``arguments`` or the environment are in no message and no traceback."""
     debug = debug or bool(os.environ.get("BATCHJOBS_DEBUG"))
+    _replace_closed_streams()
     _escape_what_cannot_be_encoded()
     try:
         with _termination_as_exit():
@@ -38,6 +41,7 @@ def guarded(command: Callable[[], Any], *, debug: bool = False) -> int:
             sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
+        vars(error)["message"] = visible(error.message, keep_newlines=True)  # it may repeat an argument
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
@@ -46,26 +50,41 @@ def guarded(command: Callable[[], Any], *, debug: bool = False) -> int:
         _drop_output()
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - the last resort: one message in place of a traceback
-        return _report(error, debug)
+        return _report(error, debug, arguments)
 
 
-def _report(error: Exception, debug: bool) -> int:
+def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
+    from batchjobs.logs import Redactor  # here, because it is only needed where something went wrong
+
+    hidden = Redactor(argument for argument in arguments if "://" in argument)
     is_output_broken = not _flush_output()
     if debug:
-        say("".join(traceback.format_exception(error)).rstrip())
+        say(hidden("".join(traceback.format_exception(error)).rstrip()))
     if isinstance(error, InvalidInput):
         print_line_errors(error.errors)
     if isinstance(error, BatchjobsError):
-        complain(str(error))
+        complain(hidden(str(error)))
         return error.exit_code
     if isinstance(error, OSError):
         place = "standard output" if is_output_broken else error.filename
-        complain(f"{place}: {error.strerror}" if place else str(error))
+        complain(hidden(f"{place}: {error.strerror}" if place else str(error)))
         return 1
-    complain(f"internal error: {type(error).__name__}: {error}")
+    complain(hidden(f"internal error: {type(error).__name__}: {error}"))
     if not debug:
         say("This is a mistake in batchjobs. `batchjobs --debug ...` shows where it happened.")
     return 1
+
+
+def _replace_closed_streams() -> None:
+    """Where the shell closed a stream (``>&-``) Python has None: every print would fail, and the next file that is
+    opened would get its number. Writing to such a stdout stays an error, one to such a stderr goes nowhere."""
+    for number, name, flags in ((1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, flags)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _escape_what_cannot_be_encoded() -> None:

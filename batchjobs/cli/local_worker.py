@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from batchjobs.cli.console import say
 from batchjobs.errors import BatchjobsError
+from batchjobs.folders import make_private_file, own_folder
 from batchjobs.text import visible
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def worker_command() -> list[str]:
 
 
 def _log_path(home: Path) -> Path:
-    folder = home / "logs"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / f"worker-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}.log"
+    folder = own_folder(own_folder(home) / "logs")
+    log = folder / f"worker-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}.log"
+    make_private_file(log)
+    return log

@@ -10,12 +10,15 @@ import click
 
 from batchjobs.cli.console import complain, is_live, out_json, print_fields, print_table, say
 from batchjobs.cli.estimate import eta_seconds, live_speed, tokens_per_second, tokens_so_far
+from batchjobs.cli.instants import InstantOrAge
 from batchjobs.cli.moments import moment, pause_text, time_left
-from batchjobs.cli.options import as_json, open_client
+from batchjobs.cli.options import Text, as_json, open_client
 from batchjobs.text import plural, shortened, visible
 from batchjobs.types import BatchInfo, BatchStatus
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from batchjobs.client import Client
 
 FAILED_REQUESTS = 5
@@ -52,19 +55,29 @@ def status_command(ctx: click.Context, batch: str, as_json: bool) -> None:
 
 @click.command("list")
 @click.option("--limit", type=click.IntRange(1), default=50, help="How many; default: 50.")
+@click.option("--name", type=Text(), help="Only batches with exactly this name.")
+@click.option(
+    "--since",
+    type=InstantOrAge(),
+    help="Created then or later: 2026-03-08T02:30-08:00 (no offset: UTC), or 2h, 3d ago.",
+)
+@click.option("--until", type=InstantOrAge(), help="Created before that, given like --since.")
 @as_json
 @click.pass_context
-def list_command(ctx: click.Context, limit: int, as_json: bool) -> None:
+def list_command(
+    ctx: click.Context, limit: int, name: str | None, since: datetime | None, until: datetime | None, as_json: bool
+) -> None:
     """List the newest batches, the newest first."""
     with open_client(ctx) as client:
-        batches = client.batches(limit)
+        batches = client.store.batches(limit, name=name, since=since, until=until)
         live = live_speed(client.store.workers()) if as_json else None
     if as_json:
         for info in batches:
             out_json(status_object(info, live=live))
         return
     if not batches:
-        say("no batches yet; `batchjobs submit FILE` makes one")
+        is_filtered = not (name is None and since is None and until is None)
+        say("no such batches" if is_filtered else "no batches yet; `batchjobs submit FILE` makes one")
         return
     columns = ("id", "name", "status", "done", "total", "failed", "tokens", "created")
     rows = (

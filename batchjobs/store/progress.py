@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -10,6 +11,7 @@ import sqlalchemy as sa
 from batchjobs.errors import NotFound
 from batchjobs.store.part import Part, known, plain
 from batchjobs.store.pauses import batch_pause
+from batchjobs.store.rows import is_storable
 from batchjobs.tables import batch_progress, batches, completions
 from batchjobs.types import BatchInfo, BatchStatus, Counts, Priority, RequestStatus, TokenCounts
 
@@ -33,10 +35,31 @@ class ProgressPart(Part):
             found = read_progress(connection, connection.execute(query).scalars().all())
         return found[0] if found else None
 
-    def batches(self, limit: int = 50) -> list[BatchInfo]:
-        """The newest batches, the newest first."""
+    def batches(
+        self,
+        limit: int = 50,
+        *,
+        name: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+    ) -> list[BatchInfo]:
+        """The newest batches, the newest first.
+
+        Args:
+            name: Only those with exactly this name.
+            since: Only those that were created at this instant or later; ``until`` is where they end, itself excluded.
+                An instant without a zone is in UTC.
+        """
+        if name is not None and not is_storable(name):
+            return []
+        newest = sa.select(batches.c.id).order_by(batches.c.id.desc()).limit(limit)
+        if name is not None:
+            newest = newest.where(batches.c.name == name)
+        if since is not None:
+            newest = newest.where(batches.c.created_at >= _aware(since))
+        if until is not None:
+            newest = newest.where(batches.c.created_at < _aware(until))
         with self._database.reading() as connection:
-            newest = sa.select(batches.c.id).order_by(batches.c.id.desc()).limit(limit)
             return read_progress(connection, connection.execute(newest).scalars().all())
 
     def failures(self, batch_id: str) -> dict[str, int]:
@@ -52,6 +75,10 @@ def read_progress(connection: Connection, batch_ids: Sequence[str]) -> list[Batc
     view = batch_progress.c
     query = sa.select(batch_progress).where(view.batch_id.in_(batch_ids)).order_by(view.batch_id.desc())
     return [_info(row) for row in connection.execute(query)] if batch_ids else []
+
+
+def _aware(instant: datetime) -> datetime:
+    return instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)
 
 
 def _info(row: Row[Any]) -> BatchInfo:

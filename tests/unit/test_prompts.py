@@ -8,6 +8,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.cases import case
 from workers.engine import PromptError
 from workers.engine.prompts import PromptEncoder
 
@@ -26,6 +27,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+@case("A-tok-01")
 def test_there_is_one_bos_however_the_text_begins(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = PromptEncoder(tokenizer, 27)
     assert prompts.prompt("abc") == prompts.prompt("<s>abc") == (BOS, 1, 2, 3)
@@ -33,6 +35,7 @@ def test_there_is_one_bos_however_the_text_begins(tokenizer: PreTrainedTokenizer
     assert prompts.prompt([1, 2]) == (1, 2)  # ids are taken as they are
 
 
+@case("A-tok-01")
 def test_a_chat_has_the_tokens_that_the_template_gives(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)

@@ -8,6 +8,7 @@ from batchjobs.database import parse_url
 from batchjobs.errors import UsageError
 from batchjobs.redis_client import connect
 from batchjobs.text import has_stray_at, hide_password, plural, shortened, visible
+from tests.support.cases import case
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,9 @@ from batchjobs.text import has_stray_at, hide_password, plural, shortened, visib
         ("half \ud800", "half \\ud800"),
     ],
 )
+@case("A-sec-02")
 def test_control_characters_are_shown_not_executed(text: str, shown: str) -> None:
-    """A-sec-02: C0, DEL, C1, and what rearranges a line."""
+    """C0, DEL, C1, and what rearranges a line."""
     assert visible(text) == shown
 
 
@@ -51,8 +53,8 @@ def test_shortened_counts_what_is_shown() -> None:
         ("postgresql://u:p[ss@h/db", "postgresql://u:***@h/db"),
     ],
 )
+@case("A-sec-06")
 def test_passwords_are_hidden(url: str, shown: str) -> None:
-    """A-sec-06."""
     assert hide_password(url) == shown
 
 

@@ -17,16 +17,29 @@ if TYPE_CHECKING:
 _FIRST, _LAST = "\ue000", "\uf8ff"  # the private use area, in which no text has a meaning
 
 
-class HiddenControls:
-    """For one conversation."""
+class ControlTokens:
+    """Those of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
-        self._ids = {str(token.content): number for number, token in added if token.special and token.content}
+        self.ids = {str(token.content): number for number, token in added if token.special and token.content}
         # The longest first: one control token may begin like another.
-        spelled = sorted(map(re.escape, self._ids), key=len, reverse=True)
-        self._any = re.compile("|".join(spelled)) if spelled else None
+        spelled = sorted(map(re.escape, self.ids), key=len, reverse=True)
+        self.any = re.compile("|".join(spelled)) if spelled else None
+
+    def hidden(self) -> HiddenControls:
+        """For one conversation."""
+        return HiddenControls(self)
+
+
+class HiddenControls:
+    """The control tokens that one conversation spells out."""
+
+    def __init__(self, controls: ControlTokens) -> None:
+        self._tokenizer = controls.tokenizer
+        self._ids = controls.ids
+        self._any = controls.any
         self._stand_ins: dict[str, str] = {}  # control token -> stand-in
 
     @property

@@ -167,6 +167,8 @@ def locate(source: str, revision: str | None = None) -> dict[str, str]:
         log.warning("%s is read as it is, which takes long each time: %s", path.name, problem)
         gguf.check_rope(path)
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if (path / "adapter_config.json").is_file():  # it names another model to load, or would be passed over
+        raise UsageError(f"{source} holds an adapter, which is not applied here; merge it into its base model first")
     if path.exists() and not (path / "config.json").is_file():
         raise UsageError(f"{source} holds no config.json: it is not a model folder")
     if not path.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
-from workers.engine.controls import HiddenControls
+from workers.engine.controls import ControlTokens
 from workers.engine.requests import PromptError
+from workers.engine.templates import RENDERER, TemplateFailed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +19,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._controls = None if tokenizer is None else ControlTokens(tokenizer)
 
     def prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """A text as the tokenizer encodes it (one BOS where the model has one), or token ids as they are.
@@ -43,25 +43,27 @@ class PromptEncoder:
         """A conversation in the model's own chat template, ready for the assistant's answer.
 
         Raises:
-            PromptError: The model has no chat template, or the template refuses this conversation.
+            PromptError: The model has no chat template, the template refuses this conversation, or it is too expensive.
         """
         tokenizer = self._require_tokenizer()
-        hidden = HiddenControls(tokenizer)
         if tokenizer.chat_template is None:
             raise PromptError(
                 "chat_template_error", "the model has no chat template; send a prompt instead of messages"
             )
+        if not messages:
+            raise PromptError("chat_template_error", "messages is an empty conversation: there is nothing to answer")
+        assert self._controls is not None
+        hidden = self._controls.hidden()
+        # As transformers does it: a field that is null is one that is not there.
+        given = [{name: value for name, value in hidden.hide(m).items() if value is not None} for m in messages]
         try:
-            text = tokenizer.apply_chat_template(
-                [hidden.hide(m) for m in messages], tokenize=False, add_generation_prompt=True, **template_kwargs
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise PromptError(
-                "chat_template_error", f"the model's chat template refused the messages: {error}"
-            ) from error
+            template = tokenizer.get_chat_template()
+            text = RENDERER.render(template, given, {**tokenizer.special_tokens_map, **hidden.hide(template_kwargs)})
+        except (TemplateFailed, ValueError) as error:
+            raise PromptError("chat_template_error", str(error)) from error
         if hidden.found:
-            return hidden.encode(str(text))
-        return self._encode(str(text), special=False)  # the template has written every special token itself
+            return hidden.encode(text)
+        return self._encode(text, special=False)  # the template has written every special token itself
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return tuple(self._require_tokenizer()(text, add_special_tokens=special)["input_ids"])
