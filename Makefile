@@ -1,7 +1,9 @@
 # make run    install, answer the example prompts with a real model, show the answers and one SQL query
 # make test   install what the tests need and run them against a real Redis, PostgreSQL and SQLite
+# make cases  the tests of the known faults (docs/known-faults.md), and a table: id, verdict, tests
 # make test-gpu   the tests that need a CUDA device
-# make fuzz   3,000 random cases of the engine against a solo reference (SECONDS=600: as many as that time allows)
+# make fuzz   a million mutated input lines, then 3,000 random cases of the engine against a solo reference
+#             (SECONDS=600: of each as many as that time allows)
 # make chaos  minutes of faults: workers, Redis and databases are killed, then every row is audited (CHAOS_SECONDS=600)
 # make lint   ruff, mypy, import-linter
 # make bench  throughput of the engine beside transformers' continuous batching
@@ -25,7 +27,7 @@ CHAOS_TINY_REQUESTS ?= 1000
 CHAOS_TINY_FAULTS ?= 25
 CHAOS_TINY := $(CHAOS) --seconds $(CHAOS_TINY_SECONDS) --requests $(CHAOS_TINY_REQUESTS) --faults $(CHAOS_TINY_FAULTS)
 
-.PHONY: run test test-gpu fuzz chaos lint bench clean
+.PHONY: run test cases test-gpu fuzz chaos lint bench clean
 .DEFAULT_GOAL := run
 
 $(BIN)/python:
@@ -54,10 +56,14 @@ run: $(VENV)/.worker
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
+cases: $(VENV)/.dev
+	$(BIN)/python -m pytest -m case --cases -n 3 --dist loadgroup
+
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu
 
 fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz.lines $(if $(SECONDS),--seconds $(SECONDS))
 	$(BIN)/python -m tests.fuzz.run $(FUZZ)
 
 chaos: $(VENV)/.dev

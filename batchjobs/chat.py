@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchjobs.fields import FieldError, listed, quoted, unknown_name, wrong_type
+from batchjobs.text import shortened
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """OpenAI's newer name for the system role is kept from models whose templates do not know it."""
@@ -92,7 +93,9 @@ def _part(part: Any, where: str) -> str:
         raise wrong_type(f"{where}.text", "a string", part.get("text"))
     others = [name for name in part if name not in ("type", "text")]
     if others:
-        raise FieldError(f"{where}: unsupported in a text part: {listed(others)}", f"{where}.{others[0]}")
+        raise FieldError(
+            f"{where}: unsupported in a text part: {listed(others, width=32)}", f"{where}.{shortened(others[0], 80)}"
+        )
     return str(part["text"])
 
 
@@ -101,7 +104,7 @@ def read_template_kwargs(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise wrong_type("chat_template_kwargs", "an object", value)
     for name, given in value.items():
-        where = f"chat_template_kwargs.{name[:80]}"
+        where = f"chat_template_kwargs.{shortened(name, 80)}"
         if name not in TEMPLATE_KWARGS:
             accepted = ", ".join(sorted(TEMPLATE_KWARGS))
             raise FieldError(f"chat_template_kwargs: {quoted(name)} is not allowed; accepted: {accepted}", where)

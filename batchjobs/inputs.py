@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeAlias, cast
 import orjson
 
 from batchjobs.errors import InvalidInput, LineError, UsageError
+from batchjobs.foreign_files import recognised_format
 from batchjobs.jsonl import open_input, read_lines_of
 
 if TYPE_CHECKING:
@@ -208,59 +209,3 @@ def _as_line(item: object, number: int) -> bytes:
         return json.dumps(dict(item) if isinstance(item, Mapping) else item, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"item {number} cannot be written as JSON: {error}") from None
-
-
-# --------------------------------------------------------------------------------------------- files of another kind
-
-_MAGIC = {
-    b"PAR1": "a Parquet file",
-    b"PK\x03\x04": "a zip archive or spreadsheet",
-    b"\x28\xb5\x2f\xfd": "zstd-compressed",
-    b"BZh": "bzip2-compressed",
-    b"\xfd7zXZ": "xz-compressed",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}
-_BROKEN = object()
-_WANTED = 'one JSON object per line is wanted, such as {"prompt": "..."}'
-
-
-def recognised_format(head: Sequence[bytes]) -> str | None:
-    """One sentence when the first two lines show that the whole file is something else than JSON Lines."""
-    if not head:
-        return None
-    first = head[0].strip()
-    kind = next((name for magic, name in _MAGIC.items() if head[0].startswith(magic)), None)
-    if kind is not None:
-        return f"this is {kind}; {_WANTED}, in UTF-8 (gzip is read as it is)"
-    if first.startswith(b"["):
-        return _recognise_array(first)
-    if _loads(first) is not _BROKEN:
-        return None
-    if first.endswith(b",") and isinstance(_loads(first[:-1]), dict):
-        return f"there are commas between the lines; {_WANTED}, without a comma after it"
-    second_is_json = len(head) > 1 and isinstance(_loads(head[1]), dict)
-    if second_is_json or (first.startswith(b"{") and head[-1].lstrip().startswith(b"{") and first != b"{"):
-        return None  # one bad line among good ones
-    return _recognise_text(first)
-
-
-def _recognise_array(first: bytes) -> str | None:
-    value = _loads(first)
-    if isinstance(value, list) and not any(isinstance(item, dict) for item in value):
-        return None
-    return f"the file is one JSON array; {_WANTED} (`jq -c '.[]' FILE` rewrites it)"
-
-
-def _recognise_text(first: bytes) -> str:
-    if first.startswith(b"{"):
-        return f"the JSON is pretty-printed over several lines; {_WANTED} (`jq -c . FILE` rewrites it)"
-    kind = "CSV" if b"," in first else "tab-separated values" if b"\t" in first else "plain text"
-    return f"this looks like {kind}; {_WANTED}"
-
-
-def _loads(raw: bytes) -> Any:
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return _BROKEN

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import os
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-import orjson
-
 from batchjobs import strict_json
 from batchjobs.chat import read_messages, read_template_kwargs
 from batchjobs.errors import LineError, UsageError
-from batchjobs.fields import FieldError, json_type, listed, text_value, unknown_name, version_value, wrong_type
+from batchjobs.fields import (
+    FieldError,
+    is_shallow,
+    joined,
+    json_type,
+    listed,
+    text_value,
+    unknown_name,
+    version_value,
+    wrong_type,
+)
+from batchjobs.foreign_lines import body_advice, line_advice
 from batchjobs.openai_lines import OTHER_NAMES, UNSUPPORTED, open_envelope, refused
 from batchjobs.sampling_fields import NO_DEFAULTS, SAMPLING_NAMES, Defaults, Dialect, token_id
 from batchjobs.types import Endpoint, Request
@@ -30,6 +40,8 @@ MAX_LINE_BYTES = 8 * 2**20
 """A longer line is refused by its number; the lines around it are read."""
 
 MAX_CUSTOM_ID_CHARACTERS = 512
+MAX_METADATA_DEPTH = 200
+"""Objects and lists inside each other; a little more cannot be written as JSON again."""
 
 _BOM = b"\xef\xbb\xbf"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -76,8 +88,10 @@ def read_lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
                 _skip_rest(plain)
             if raw and not raw.isspace():
                 yield line_no, raw
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"{name} is damaged: its gzip data cannot be read ({error})") from None
+    except EOFError:
+        raise UsageError(f"{name} is damaged: its gzip data ends too early; make or fetch the file again") from None
+    except (zlib.error, gzip.BadGzipFile):
+        raise UsageError(f"{name} is damaged: its gzip data cannot be read; make or fetch the file again") from None
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
 
@@ -110,7 +124,9 @@ def parse_line(raw: bytes, line_no: int, index: int, defaults: Defaults = NO_DEF
     line: Any = None
     try:
         if len(raw) > MAX_LINE_BYTES:
-            raise FieldError(f"longer than {MAX_LINE_BYTES // 2**20} MiB", None, "line_too_long")
+            raise FieldError(
+                f"longer than {MAX_LINE_BYTES // 2**20} MiB, the most a line may have", None, "line_too_long"
+            )
         line = strict_json.loads(raw)
         return _request(line, index, defaults)
     except FieldError as problem:
@@ -152,10 +168,13 @@ def _plain_endpoint(fields: dict[str, Any], has_id: bool) -> Endpoint:
         return Endpoint.COMPLETIONS
     if "messages" in fields:
         return Endpoint.CHAT
-    found = f" (the line has: {listed(fields)})" if fields else "" if has_id else " (the line is empty)"
+    found = f" (the line has: {listed(fields, width=32)})" if fields else "" if has_id else " (the line is empty)"
     if has_id:
-        raise FieldError(f"missing method, url, body; or prompt or messages, for a plain line{found}")
-    raise FieldError(f"neither prompt or messages nor custom_id, method, url and body found{found}")
+        message = f"missing method, url, body; or prompt or messages, for a plain line{found}"
+    else:
+        message = f"neither prompt or messages nor custom_id, method, url and body found{found}"
+    advice = line_advice(fields)
+    raise FieldError(f"{message}; {advice}" if advice else message)
 
 
 def _body(fields: dict[str, Any], endpoint: Endpoint, dialect: Dialect, defaults: Defaults) -> dict[str, Any]:
@@ -163,11 +182,12 @@ def _body(fields: dict[str, Any], endpoint: Endpoint, dialect: Dialect, defaults
     body: dict[str, Any]
     if endpoint is Endpoint.CHAT:
         if "messages" not in fields:
-            advice = f"; for a prompt, url must be {Endpoint.COMPLETIONS}" if "prompt" in fields else ""
-            raise FieldError(f"messages is missing{advice}", "messages")
-        body = {"messages": read_messages(fields.get("messages"), defaults.system)}
+            raise _missing("messages", fields, endpoint)
+        body = {"messages": read_messages(fields["messages"], defaults.system)}
     else:
-        body = {"prompt": _prompt(fields.get("prompt"))}
+        if "prompt" not in fields:
+            raise _missing("prompt", fields, endpoint)
+        body = {"prompt": _prompt(fields["prompt"])}
     given: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in fields.items():
@@ -176,7 +196,7 @@ def _body(fields: dict[str, Any], endpoint: Endpoint, dialect: Dialect, defaults
                 others[name] = value
         elif value is not None:
             given[name] = value
-    labels = _labels(others, endpoint) if others else {}
+    labels = _labels(others, endpoint, dialect) if others else {}
     if defaults.model_version is not None:
         labels.setdefault("model_version", defaults.model_version)
     body.update(defaults.sampling(given, dialect))
@@ -186,9 +206,17 @@ def _body(fields: dict[str, Any], endpoint: Endpoint, dialect: Dialect, defaults
     return body
 
 
+def _missing(name: str, fields: dict[str, Any], endpoint: Endpoint) -> FieldError:
+    advice = body_advice(fields, endpoint)
+    return FieldError(f"{name} is missing; {advice}" if advice else f"{name} is missing", name)
+
+
 def _prompt(value: Any) -> str | list[int]:
     if type(value) is str:
         return text_value("prompt", value)
+    if type(value) is dict and "0" in value:  # a table written column by column
+        advice = 'write one line for each (in pandas, to_json with orient="records", lines=True)'
+        raise FieldError(f"prompt holds the prompts of many lines; {advice}", "prompt")
     if type(value) is not list:
         raise wrong_type("prompt", "a string or a list of token ids", value)
     if not value:
@@ -200,21 +228,23 @@ def _prompt(value: Any) -> str | list[int]:
     return value
 
 
-def _labels(others: dict[str, Any], endpoint: Endpoint) -> dict[str, Any]:
-    """``model`` and its version, ``metadata`` and the template's arguments; raises one problem that names every other
+def _labels(others: dict[str, Any], endpoint: Endpoint, dialect: Dialect) -> dict[str, Any]:
+    """``model`` and its version, ``metadata`` and the template's arguments; raises one error that names every other
     field."""
-    problems = [problem for name, value in others.items() if (problem := _other_problem(name, value, endpoint))]
-    if problems:
-        raise FieldError("; ".join(problem.message for problem in problems), problems[0].field)
+    accepted = _ACCEPTED | {"custom_id"} if dialect is Dialect.PLAIN else _ACCEPTED
+    found = (_other_problem(name, value, endpoint, accepted) for name, value in others.items())
+    problems = filter(None, found)
+    if (first := next(problems, None)) is not None:
+        raise joined(itertools.chain([first], problems))
     labels = {name: others[name] for name in ("model", "model_version", "metadata") if others.get(name) is not None}
     if others.get("chat_template_kwargs") is not None:
         labels["chat_template_kwargs"] = read_template_kwargs(others["chat_template_kwargs"])
     return labels
 
 
-def _other_problem(name: str, value: Any, endpoint: Endpoint) -> FieldError | None:
+def _other_problem(name: str, value: Any, endpoint: Endpoint, accepted: frozenset[str]) -> FieldError | None:
     if name not in _BODY_NAMES and name not in UNSUPPORTED:
-        return unknown_name(name, _ACCEPTED)
+        return unknown_name(name, accepted)
     if value is None:
         return None
     if name in ("prompt", "messages"):
@@ -242,7 +272,5 @@ def _problem_of(check: Callable[[str, Any], object], name: str, value: Any) -> F
 def _metadata(name: str, value: Any) -> None:
     if type(value) is not dict:
         raise wrong_type(name, "an object", value)
-    try:
-        orjson.dumps(value)
-    except TypeError:
-        raise FieldError(f"{name} is nested too deeply", name) from None
+    if not is_shallow(value, MAX_METADATA_DEPTH):
+        raise FieldError(f"{name} is nested more than {MAX_METADATA_DEPTH} deep", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchjobs.fields import FieldError, json_type, listed, quoted, unknown_name, wrong_type
+from batchjobs.foreign_lines import url_advice
 from batchjobs.types import Endpoint
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ UNSUPPORTED: Mapping[str, str] = {
     "input": "use messages for a chat, or prompt for a completion",
     "instructions": "use a system message",
     "max_output_tokens": "use max_tokens",
+    "options": "write its fields beside prompt or messages",
+    "parameters": "write its fields beside prompt or messages",
+    "sampling_params": "write its fields beside prompt or messages",
+    "generation_config": "write its fields beside prompt or messages",
+    "generationConfig": "write its fields beside prompt or messages",
+    "extra_body": "write its fields into the body itself",
+    "guided_json": "use response_format",
+    "completion": "the answer is what the model gives; remove it",
 }
 
 # The same fields with a value that asks for nothing.
@@ -51,15 +60,13 @@ def open_envelope(line: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
     """The endpoint and the body of an OpenAI Batch line. Raises FieldError with every missing part at once."""
     missing = [name for name in ("method", "url", "body") if name not in line]
     if missing:
-        found = listed(line)
-        raise FieldError(f"missing {', '.join(missing)} (the line has: {found})", missing[0])
+        raise _incomplete(line, missing)
     if line["method"] != "POST":
         raise FieldError(f"method must be POST, not {_shown(line['method'])}", "method")
     try:
         endpoint = Endpoint(line["url"])
     except ValueError:
-        accepted = " or ".join(Endpoint)
-        raise FieldError(f"url must be {accepted}, not {_shown(line['url'])}", "url") from None
+        raise _foreign_url(line["url"]) from None
     if type(line["body"]) is not dict:
         raise wrong_type("body", "an object", line["body"])
     if line.get("custom_id") is None:
@@ -78,6 +85,22 @@ def refused(name: str, value: Any) -> str | None:
     if any(type(value) is type(fine) and value == fine for fine in _HARMLESS.get(name, ())):
         return None
     return f"is not supported: {UNSUPPORTED[name]}"
+
+
+def _incomplete(line: dict[str, Any], missing: list[str]) -> FieldError:
+    message = f"missing {', '.join(missing)} (the line has: {listed(line, width=32)})"
+    body = line.get("body")
+    if type(body) is dict:
+        url = Endpoint.COMPLETIONS if "prompt" in body else Endpoint.CHAT
+        wanted = {"method": "POST", "url": url}
+        message += "; add " + ", ".join(f'"{name}": "{wanted[name]}"' for name in missing)
+    return FieldError(message, missing[0])
+
+
+def _foreign_url(url: Any) -> FieldError:
+    advice = url_advice(url) if type(url) is str else None
+    message = f"url must be {' or '.join(Endpoint)}, not {_shown(url)}"
+    return FieldError(f"{message}; {advice}" if advice else message, "url")
 
 
 def _shown(value: Any) -> str:

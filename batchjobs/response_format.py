@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from batchjobs.fields import FieldError, quoted, unknown_name, wrong_type
+from batchjobs.fields import FieldError, is_shallow, quoted, unknown_name, wrong_type
 from batchjobs.types import RESPONSE_FORMATS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _check_schema(value: Any, where: str) -> None:
     schema = value.get("schema")
     if type(schema) is not dict:
         raise wrong_type(f"{where}.schema", "an object", schema)
-    if not _is_shallow(schema):
+    if not is_shallow(schema, MAX_SCHEMA_DEPTH):
         raise FieldError(f"{where}.schema is nested more than {MAX_SCHEMA_DEPTH} deep", f"{where}.schema")
     if len(orjson.dumps(schema)) > MAX_SCHEMA_BYTES:
         raise FieldError(f"{where}.schema is longer than {MAX_SCHEMA_BYTES // 2**10} KiB", f"{where}.schema")
@@ -63,13 +63,3 @@ def _only(value: Mapping[str, Any], accepted: tuple[str, ...], where: str) -> No
     for name in value:
         if name not in accepted:
             raise unknown_name(name, accepted).below(where)
-
-
-def _is_shallow(schema: Any) -> bool:
-    level = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        inner = [each for value in level for each in (value.values() if type(value) is dict else value)]
-        level = [each for each in inner if type(each) is dict or type(each) is list]
-        if not level:
-            return True
-    return False

@@ -7,6 +7,7 @@ sampling, so the checked result is remembered by the fields' own JSON.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchjobs.errors import InvalidParameter, UsageError
-from batchjobs.fields import FieldError, json_type, quoted, unknown_name, version_value, wrong_type
+from batchjobs.fields import FieldError, is_shallow, json_type, quoted, unknown_name, version_value, wrong_type
 from batchjobs.response_format import response_format
 from batchjobs.types import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 _REMEMBERED = 4096
 _MAX_REMEMBERED_BYTES = 4096
 _MAX_TOKEN_ID = 2**31 - 1
+_MAX_DEPTH = 200
+"""Objects and lists inside each other, below what can be written as JSON."""
+_ID = re.compile("0|[1-9][0-9]{0,9}")
 _SEED_BITS = 53
 """Seeds survive every JSON reader: doubles are exact up to 53 bits."""
 
@@ -87,7 +91,8 @@ def _logit_bias(name: str, value: Any) -> dict[str, float]:
     if type(value) is not dict:
         raise wrong_type(name, "an object that maps token ids to numbers", value)
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) <= _MAX_TOKEN_ID):
+        # Without leading zeros: two ways to write one id would be two biases for it, and one of them lost.
+        if not (_ID.fullmatch(key) and int(key) <= _MAX_TOKEN_ID):
             raise FieldError(f"{name}: {quoted(key)} is not a token id", name)
         if type(bias) is not int and type(bias) is not float:
             raise FieldError(f"{name}: the bias of token {key} must be a number, not {json_type(bias)}", name)
@@ -181,12 +186,8 @@ def _json(given: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(given)
     except TypeError:
-        for name, value in given.items():
-            try:
-                orjson.dumps(value)
-            except TypeError:
-                raise FieldError(f"{name} is nested too deeply", name) from None
-        raise
+        deep = next(name for name, value in given.items() if not is_shallow(value, _MAX_DEPTH))
+        raise FieldError(f"{deep} is nested too deeply", deep) from None
 
 
 def _typed(given: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:

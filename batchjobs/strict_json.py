@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import orjson
 
 from batchjobs.fields import FieldError, quoted
+from batchjobs.json_syntax import syntax_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MAX_DIGITS = 20
+"""Of an integer; its sign counts as one."""
+
 _CODE = "invalid_json"
-_TOO_DEEP = "not valid JSON: nested too deeply"
+_LONGEST_PATH = 160
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"[ \t\r]*(:?)', re.DOTALL)
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
@@ -30,14 +34,14 @@ _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 def loads(raw: bytes) -> Any:
     """The value of one line. Raises FieldError with the reason, and the field where one is to blame."""
     try:
-        value = orjson.loads(raw)
-        suspicious = b"\\u0000" in raw or _repeats_keys(raw, value) or _may_round_integers(raw)
-    except orjson.JSONDecodeError as error:
-        _explain(raw, str(error))
+        try:
+            value = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            _explain(raw, str(error))
+        if b"\\u0000" in raw or _repeats_keys(raw, value) or _may_round_integers(raw):
+            _inspect(_read_slowly(raw))
     except RecursionError:
-        raise FieldError(_TOO_DEEP, None, _CODE) from None
-    if suspicious:
-        _inspect(_read_slowly(raw))
+        raise FieldError("not valid JSON: nested too deeply", None, _CODE) from None
     return value
 
 
@@ -91,7 +95,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | _Refused:
-    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+    if len(digits) > MAX_DIGITS or not -(2**63) <= int(digits) < 2**64:
         return _Refused(f"has {len(digits.lstrip('-'))} digits, more than 64 bits hold")
     return int(digits)
 
@@ -106,26 +110,25 @@ def _explain(raw: bytes, complaint: str) -> NoReturn:
     try:
         raw.decode()
     except UnicodeDecodeError as error:
-        raise FieldError(f"invalid UTF-8 at byte {error.start + 1}", None, "invalid_utf8") from None
+        message = f"invalid UTF-8 at byte {error.start + 1}; save the file as UTF-8"
+        raise FieldError(message, None, "invalid_utf8") from None
     try:
         _inspect(_read_slowly(raw))
-    except RecursionError:
-        raise FieldError(_TOO_DEEP, None, _CODE) from None
     except json.JSONDecodeError as error:
-        reason = error.msg[:1].lower() + error.msg[1:]
-        raise FieldError(f"not valid JSON: {reason} at column {error.colno}", None, _CODE) from None
+        raise FieldError(f"not valid JSON: {syntax_error(error)}", None, _CODE) from None
     raise FieldError(f"not valid JSON: {complaint.partition(':')[0]}", None, _CODE)
 
 
 def _inspect(value: Any) -> None:
     for path, found in _walk(value, ""):
-        name = path or "the value"
+        name = path if len(path) <= _LONGEST_PATH else f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"
         if isinstance(found, _Refused):
-            raise FieldError(f"{name} {found.reason}", path or None, _CODE)
+            raise FieldError(f"{name or 'the value'} {found.reason}", name or None, _CODE)
         match = _UNSTORABLE.search(found)
         if match is not None:
             what = "a NUL character" if match.group() == "\0" else "half of a surrogate pair"
-            raise FieldError(f"{name} holds {what} (\\u{ord(match.group()):04x})", path or None, _CODE)
+            message = f"{name or 'the value'} holds {what} (\\u{ord(match.group()):04x})"
+            raise FieldError(message, name or None, _CODE)
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, str | _Refused]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from batchjobs.errors import LineError
 
 PRINTED_ERRORS = 20
-"""More errors than this are counted, not printed."""
+"""More different errors than this are counted, not printed."""
 
 _WIDTH_OF_A_FILE = 200
 _GAP = 2
@@ -110,11 +110,15 @@ def print_fields(fields: Mapping[str, object]) -> None:
 
 
 def print_line_errors(errors: Sequence[LineError]) -> None:
-    """The first errors on stderr, and how many more there are."""
-    for error in errors[:PRINTED_ERRORS]:
-        say(visible(str(error)))
-    if len(errors) > PRINTED_ERRORS:
-        say(f"... and {len(errors) - PRINTED_ERRORS:,} more; --json prints all of them")
+    """On stderr: lines with the same error together, the first errors only, and how many more lines there are."""
+    from batchjobs.cli.line_errors import grouped
+
+    groups = grouped(errors)
+    for group in groups[:PRINTED_ERRORS]:
+        say(visible(str(group)))
+    rest = sum(group.count for group in groups[PRINTED_ERRORS:])
+    if rest:
+        say(f"... and {rest:,} more; --json prints all of them")
 
 
 def out_line_errors(errors: Iterable[LineError]) -> None:

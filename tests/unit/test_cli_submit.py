@@ -15,6 +15,7 @@ from batchjobs.cli.run import why_idle
 from batchjobs.store import WorkerFigures, WorkerInfo
 from batchjobs.types import ShardId
 from tests.support.answers import answer, answer_all, failure
+from tests.support.cases import case
 from tests.support.command_line import CommandLine, command_line
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def test_submit_prints_the_id_alone(command_line: CommandLine, tmp_path: Path) -
     assert (status["name"], status["counts"]["total"], command_line.queue.queued) == ("in.jsonl", 2, 1)
 
 
+@case("A-in-18")
 def test_submit_takes_files_gzip_and_standard_input(command_line: CommandLine, tmp_path: Path) -> None:
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"custom_id":"x","prompt":"c"}\n'))
@@ -110,14 +112,14 @@ def test_an_impossible_option_is_refused(command_line: CommandLine) -> None:
     assert "temperature must be from 0 to 2, not 3.0" in done.stderr
 
 
+@case("A-cli-02")
 def test_bad_lines_are_named_and_counted(command_line: CommandLine) -> None:
-    """A-cli-02."""
-    content = b"".join(b'{"custom_id":"%d","url":"/v1/completions","body":{}}\n' % number for number in range(25))
+    content = b"".join(b'{"prompt":"a","x%d":1}\n' % number for number in range(25))
     done = command_line.run("submit", "-", stdin=content)
     assert (done.exit_code, done.stdout) == (2, "")
     shown = done.stderr.splitlines()
-    assert shown[0] == "line 1: missing method (the line has: custom_id, url, body)"
-    assert shown[19].startswith("line 20: ")
+    assert shown[0].startswith('line 1: unknown field "x0"; accepted: best_of, ')
+    assert shown[19].startswith('line 20: unknown field "x19"; ')
     assert shown[20:] == [
         "... and 5 more; --json prints all of them",
         "batchjobs: standard input: 25 invalid lines; nothing was stored",
@@ -125,6 +127,7 @@ def test_bad_lines_are_named_and_counted(command_line: CommandLine) -> None:
     assert command_line.json_lines("list") == []
 
 
+@case("A-cli-02")
 def test_bad_lines_as_json_are_all_there(command_line: CommandLine) -> None:
     done = command_line.run("submit", "-", "--json", stdin=b"null\n" * 30)
     assert done.exit_code == 2
@@ -173,6 +176,7 @@ def test_a_key_with_other_content_is_refused(command_line: CommandLine, tmp_path
     assert "'k' was used for batch" in done.stderr
 
 
+@case("A-in-16")
 def test_another_model_in_the_lines_is_noted(command_line: CommandLine) -> None:
     line = json.dumps({"prompt": "a", "model": "gpt-x"}).encode()
     done = command_line.run("submit", "-", "--model", "mine", stdin=line)
@@ -195,8 +199,8 @@ def test_inputs_that_cannot_be_read(command_line: CommandLine, arguments: tuple[
     assert message in done.stderr
 
 
+@case("A-in-08")
 def test_no_requests_name_the_file(command_line: CommandLine, tmp_path: Path) -> None:
-    """A-in-08."""
     done = command_line.run("submit", write(tmp_path / "in.jsonl", ""))
     assert done.exit_code == 2
     assert f"no requests in {tmp_path / 'in.jsonl'}" in done.stderr
@@ -274,6 +278,7 @@ def test_list_shows_the_newest_first(command_line: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(("failing", "code"), [(0, 0), (1, 5)])
+@case("A-ctx-01")
 def test_wait_tells_failures_by_its_exit_code(command_line: CommandLine, failing: int, code: int) -> None:
     batch = command_line.submit({"prompt": "a"}, {"prompt": "b"})
     finish(command_line, batch, failing)
@@ -311,8 +316,8 @@ def test_one_request_is_cancelled(command_line: CommandLine) -> None:
     assert command_line.run("cancel", batch, "--request", f"{batch}/1").exit_code == 2
 
 
+@case("A-eng-06")
 def test_a_request_that_had_ended_is_told_to_be_too_late(command_line: CommandLine) -> None:
-    """A-eng-06."""
     batch = command_line.submit({"prompt": "a"}, {"prompt": "b"})
     assert command_line.run("cancel", "--request", f"{batch}/0", "--yes").stderr == f"request {batch}/0: cancelled\n"
     again = command_line.run("cancel", "--request", f"{batch}/0", "--yes")
@@ -323,10 +328,11 @@ def test_a_request_that_had_ended_is_told_to_be_too_late(command_line: CommandLi
     assert command_line.json("cancel", "--request", f"{batch}/1", "--yes")["status"] == "completed"
 
 
+@case("A-eng-06")
 def test_cancel_waits_for_what_the_worker_makes_of_it(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A-eng-06: whether the order or the answer came first, the store decides, and the command says it."""
+    """Whether the order or the answer came first, the store decides, and the command says it."""
     batch = command_line.submit({"prompt": "a"}, {"prompt": "b"}, options=("--shard-size", 1))
     store = command_line.store()
     leases = store.claim([ShardId(batch, 0), ShardId(batch, 1)], "w1", 3600)

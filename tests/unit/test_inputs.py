@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from batchjobs.errors import InvalidInput, UsageError
 from batchjobs.inputs import FileInput, StreamInput, fingerprint, numbered_lines, open_source
 from batchjobs.sampling_fields import NO_DEFAULTS, Defaults
+from tests.support.cases import case
 
 GOOD = b'{"prompt":"a"}\n{"prompt":"b"}\n'
 
@@ -48,11 +50,42 @@ def complaint_about(content: bytes) -> str:
         (b"PK\x03\x04\x14\x00", "this is a zip archive or spreadsheet"),
         (b"\x28\xb5\x2f\xfd\x04", "this is zstd-compressed"),
         ('{"prompt":"a"}\n'.encode("utf-16"), "this is UTF-16 text"),
+        ('{"prompt":"a"}\n'.encode("utf-16-le"), "this is UTF-16 text"),
+        ('{"prompt":"a"}\n'.encode("utf-16-be"), "this is UTF-16 text"),
+        ('{"prompt":"a"}\n'.encode("utf-32"), "this is UTF-32 text"),
+        (b"%PDF-1.7\n%", "this is a PDF document"),
+        (b"SQLite format 3\0abc", "this is an SQLite database"),
+        (b"in.jsonl".ljust(257, b"\0") + b"ustar\x0000", "this is a tar archive"),
+        (b"\x80\x04\x95\x10\0", "this is binary data"),
+        (b"\x1e" + GOOD, "this is a JSON text sequence, with a record separator before each line"),
+        (b"\x89PNG\r\n\x1a\n", "this is neither JSON nor UTF-8 text"),
+        (b'["a","b"]', "the file is one JSON array"),
+        (b'[\n"a",\n"b"\n]', "the file is one JSON array"),
+        (b'{"prompt":"a"}\r{"prompt":"b"}\r', "the lines end with CR alone, as on old Macs"),
+        (b'{"custom_id":"1",\n "body":{\n "messages":[] } }\n', "the JSON is pretty-printed over several lines"),
+        (b"1,hello\n2,bye\n", "this looks like CSV"),
+        (b"id;prompt\n1;hello\n", "this looks like CSV"),
+        (b'id,prompt\n1,"{""prompt"":""a, b""}"\n', "this looks like CSV"),
+        (b"1\thello, there\n2\tbye\n", "this looks like tab-separated values"),
+        (b"- prompt: a\n- prompt: b\n", "this looks like YAML"),
+        (b"prompt: a\n---\nprompt: b\n", "this looks like YAML"),
+        (b"---\nprompt: a\n", "this looks like YAML"),
+        (b'[[prompts]]\nprompt = "a"\n', "this looks like TOML"),
+        (b"<!DOCTYPE html>\n<html>\n", "this looks like an HTML page, perhaps one that tells an error"),
+        (b'<?xml version="1.0"?>\n<a/>\n', "this looks like XML"),
+        (b'data: {"prompt":"a"}\n\ndata: {"prompt":"b"}\n', "this looks like a stream of server-sent events"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n",
+            "this looks like a Git LFS pointer (`git lfs pull` fetches the file itself)",
+        ),
+        (b"Hello, you\nQuestion: what, when, where?\n", "this looks like plain text"),
+        (b"# Prompts\n\n* a\n", "this looks like plain text"),
     ],
 )
+@case("A-in-19")
 def test_other_kinds_of_files_are_recognised_in_one_sentence(content: bytes, sentence: str) -> None:
-    """A-in-19."""
     message = complaint_about(content)
+    assert len(message) < 200
     assert message.startswith(f"{sentence}; one JSON object per line is wanted")
 
 
@@ -67,11 +100,17 @@ def test_other_kinds_of_files_are_recognised_in_one_sentence(content: bytes, sen
         b'{"prompt":"a\n' + GOOD,
         b'{"prompt":"a","temperature":NaN}\n',
         b'{"prompt":"\xe6\x87"}\n{"prompt":"\xe6\x87"}\n',
+        b"{'prompt':'a'}\n{'prompt':'b'}\n",
+        b"{'prompt':'a'}\n",
+        b"// prompts\n" + GOOD,
+        b'{"prompt":"a"}{"prompt":"b"}\n',
+        b'{"prompt":"a"} # one\n{"prompt":"b"} # two\n',
         b"",
     ],
 )
+@case("A-in-04")
 def test_single_bad_lines_are_left_to_the_lines_own_check(content: bytes) -> None:
-    """A-in-04: one bad line does not make a file something else."""
+    """One bad line does not make a file something else."""
     found = [raw for _, _, raw in numbered_lines([StreamInput(io.BytesIO(content), None)])]
     assert found == content.splitlines()
 
@@ -158,3 +197,17 @@ def test_a_file_that_changes_between_hash_and_reading_is_refused(tmp_path: Path)
     path.write_bytes(GOOD * 2)
     with pytest.raises(UsageError, match="changed while it was read"):
         list(source.lines())
+
+
+def test_one_line_that_ends_with_cr_alone_is_fine() -> None:
+    """Only several of them are a file of another kind, and the message says what rewrites it."""
+    assert lines_of(io.BytesIO(b'{"prompt":"a"}\r')) == [(1, b'{"prompt":"a"}')]
+    assert "(`tr '\\r' '\\n' < FILE` rewrites it)" in complaint_about(b'{"prompt":"a"}\r{"prompt":"b"}\r')
+
+
+@pytest.mark.parametrize(("kept", "put", "what"), [(-9, b"", "ends too early"), (None, b"xx", "cannot be read")])
+def test_damaged_gzip_is_told_in_one_sentence(kept: int | None, put: bytes, what: str) -> None:
+    damaged = gzip.compress(GOOD * 100)[:kept] + put
+    with pytest.raises(UsageError) as caught:
+        list(StreamInput(io.BytesIO(damaged), "in.gz").lines())
+    assert str(caught.value) == f"in.gz is damaged: its gzip data {what}; make or fetch the file again"

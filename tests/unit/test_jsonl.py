@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import io
 import json
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from batchjobs.errors import UsageError
 from batchjobs.jsonl import MAX_LINE_BYTES, InvalidLineError, open_input, parse_line, read_lines_of
 from batchjobs.sampling_fields import Defaults
+from batchjobs.store.rows import request_row
 from batchjobs.types import Endpoint, Request
+from tests.support.cases import case
 
 
 def lines_of(content: bytes) -> list[tuple[int, bytes]]:
@@ -50,24 +53,25 @@ def completion(**fields: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ bytes -> lines
 
 
+@case("A-in-01")
 def test_byte_order_mark_is_dropped() -> None:
-    """A-in-01."""
     assert lines_of(b'\xef\xbb\xbf{"prompt":"a"}\n{"prompt":"b"}\n') == [(1, b'{"prompt":"a"}'), (2, b'{"prompt":"b"}')]
 
 
+@case("A-in-02")
 def test_lines_end_at_line_feeds_only() -> None:
-    """A-in-02: U+2028, U+2029 and U+0085 are text."""
+    """U+2028, U+2029 and U+0085 are text."""
     ((_, raw),) = lines_of('{"prompt":"a\u2028b\u0085c\u2029d"}\n'.encode())
     assert parse(raw).body["prompt"] == "a\u2028b\u0085c\u2029d"
 
 
+@case("A-in-06")
 def test_blank_lines_are_skipped_and_counted() -> None:
-    """A-in-06."""
     assert lines_of(b'{"a":1}\n\n   \n{"b":1}\n\n\n') == [(1, b'{"a":1}'), (4, b'{"b":1}')]
 
 
+@case("A-in-07")
 def test_carriage_returns_before_line_feeds_go() -> None:
-    """A-in-07."""
     assert lines_of(b'{"a":1}\r\n{"b":1}\r\n{"c":1}') == [(1, b'{"a":1}'), (2, b'{"b":1}'), (3, b'{"c":1}')]
 
 
@@ -75,16 +79,16 @@ def test_empty_input_has_no_lines() -> None:
     assert lines_of(b"") == []
 
 
+@case("A-in-18")
 def test_gzip_is_unpacked_whatever_the_name(tmp_path: Path) -> None:
-    """A-in-18."""
     path = tmp_path / "z.jsonl"
     path.write_bytes(gzip.compress(b'{"prompt":"a"}\n{"prompt":"b"}\n'))
     with open_input(path) as stream:
         assert list(read_lines_of(stream, path.name)) == [(1, b'{"prompt":"a"}'), (2, b'{"prompt":"b"}')]
 
 
+@case("A-in-18")
 def test_gzip_in_gzip_and_damaged_gzip_are_told() -> None:
-    """A-in-18."""
     packed = gzip.compress(b'{"prompt":"a"}\n' * 1000)
     with pytest.raises(UsageError, match="gzip-compressed twice"):
         lines_of(gzip.compress(packed))
@@ -92,13 +96,14 @@ def test_gzip_in_gzip_and_damaged_gzip_are_told() -> None:
         lines_of(packed[:-20])
 
 
+@case("A-in-21")
 def test_an_overlong_line_is_refused_and_its_neighbours_are_read() -> None:
-    """A-in-21: the line limit is a line error."""
+    """The line limit is a line error."""
     long = b'{"prompt":"' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}'
     found = lines_of(b'{"prompt":"a"}\n' + long + b'\n{"prompt":"b"}\n')
     assert [number for number, _ in found] == [1, 2, 3]
     assert len(found[1][1]) <= MAX_LINE_BYTES + 2
-    assert refusal(found[1][1]) == (None, "longer than 8 MiB")
+    assert refusal(found[1][1]) == (None, "longer than 8 MiB, the most a line may have")
     assert found[2][1] == b'{"prompt":"b"}'
 
 
@@ -120,24 +125,24 @@ def test_missing_file_is_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "field", "message"),
     [
-        (b'{"prompt":"\xe6\x87"}', None, "invalid UTF-8 at byte 12"),  # A-in-03
-        (b"[1,2,3]", None, "each line must be a JSON object, not a list"),  # A-in-04
-        (b'"hello"', None, "each line must be a JSON object, not a string"),
-        (b"null", None, "each line must be a JSON object, not null"),
-        (b'{"prompt":"a","temperature":NaN}', "temperature", "temperature is NaN, which is no JSON number"),  # A-in-20
-        (b'{"prompt":"a","top_p":1e999}', "top_p", "top_p is too large for a number"),
-        (b'{"prompt":"a","metadata":{"s":-Infinity}}', "metadata.s", "metadata.s is -Infinity, which is no JSON number"),
+        pytest.param(b'{"prompt":"\xe6\x87"}', None, "invalid UTF-8 at byte 12; save the file as UTF-8", marks=case("A-in-03")),
+        pytest.param(b"[1,2,3]", None, "each line must be a JSON object, not a list", marks=case("A-in-04")),
+        pytest.param(b'"hello"', None, "each line must be a JSON object, not a string", marks=case("A-in-04")),
+        pytest.param(b"null", None, "each line must be a JSON object, not null", marks=case("A-in-04")),
+        pytest.param(b'{"prompt":"a","temperature":NaN}', "temperature", "temperature is NaN, which is no JSON number", marks=case("A-in-20")),
+        pytest.param(b'{"prompt":"a","top_p":1e999}', "top_p", "top_p is too large for a number", marks=case("A-in-20")),
+        pytest.param(b'{"prompt":"a","metadata":{"s":-Infinity}}', "metadata.s", "metadata.s is -Infinity, which is no JSON number", marks=case("A-in-20")),
         (b'{"prompt":"a","prompt":"b"}', "prompt", "prompt is given more than once"),
         (b'{"prompt":"a","metadata":{"k": 1,"k" :2}}', "metadata.k", "metadata.k is given more than once"),
         (b'{"prompt":"a: \\"b\\": c","max_tokens":1,"max_tokens" : 2}', "max_tokens", "max_tokens is given more than once"),
-        (b'{"prompt":"bad \\udbc0 char"}', "prompt", "prompt holds half of a surrogate pair (\\udbc0)"),  # A-tok-08
-        (b'{"prompt":"a\\u0000b"}', "prompt", "prompt holds a NUL character (\\u0000)"),  # A-sql-01
-        (b'{"prompt":"a","metadata":{"k\\u0000":1}}', 'metadata."k\\x00"', None),
-        (b'{"prompt": "a", }', None, "not valid JSON: expecting property name enclosed in double quotes at column 17"),
-        (b'{"prompt":"a"} x', None, "not valid JSON: extra data at column 16"),
-        (b'{"prompt":"a', None, "not valid JSON: unterminated string starting at at column 11"),
+        pytest.param(b'{"prompt":"bad \\udbc0 char"}', "prompt", "prompt holds half of a surrogate pair (\\udbc0)", marks=case("A-tok-08")),
+        pytest.param(b'{"prompt":"a\\u0000b"}', "prompt", "prompt holds a NUL character (\\u0000)", marks=case("A-sql-01")),
+        pytest.param(b'{"prompt":"a","metadata":{"k\\u0000":1}}', 'metadata."k\\x00"', None, marks=case("A-sql-01")),
+        (b'{"prompt": "a", }', None, "not valid JSON: a comma too many at column 15"),
+        (b'{"prompt":"a"} x', None, "not valid JSON: there is more behind the value, at column 16"),
+        (b'{"prompt":"a', None, 'not valid JSON: the text that begins at column 11 has no closing "; a line break in a text is written \\n'),
         (b'{"prompt":"a","metadata":' + b'{"a":' * 900 + b"1" + b"}" * 901, None, "not valid JSON: nested too deeply"),
-        (b'{"prompt":"a","metadata":' + b'{"a":' * 300 + b"1" + b"}" * 301, "metadata", "metadata is nested too deeply"),
+        (b'{"prompt":"a","metadata":' + b'{"a":' * 300 + b"1" + b"}" * 301, "metadata", "metadata is nested more than 200 deep"),
         (b'{"prompt":"a","metadata":{"n":123456789012345678901}}', "metadata.n", None),
     ],
 )  # fmt: skip
@@ -147,12 +152,44 @@ def test_loose_json_is_refused(raw: bytes, field: str | None, message: str | Non
     assert message is None or found == message
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt":"a"},', "a comma too many at column 15"),
+        ('{"stop":["a",]}', "a comma too many at column 13"),
+        ("{,}", "a comma too many at column 2"),
+        ("{'prompt':'a'}", "a single quote at column 2; JSON has double quotes alone (in Python, json.dumps writes them)"),
+        ("{“prompt”:“a”}", "a curly quote at column 2; JSON has straight double quotes alone"),
+        ('{"prompt":"a","echo":True}', "True at column 22; JSON has true, false and null"),
+        ('{"prompt":"a","seed":None}', "None at column 22; JSON has true, false and null"),
+        ('{"prompt":"a"} // x', "a comment at column 16; JSON has none"),
+        ('{"prompt":"a" /* x */}', "a comment at column 15; JSON has none"),
+        ('# {"prompt":"a"}', "a comment at column 1; JSON has none"),
+        ('{"prompt":"a"}{"prompt":"b"}', "another object begins at column 15; write one on each line"),
+        ('{"prompt":"a"} b', "there is more behind the value, at column 16"),
+        ('{"prompt":', "it ends at column 11, in the middle of an object or a list"),
+        ('{"prompt":"a"', "it ends at column 14, in the middle of an object or a list"),
+        ('{"prompt" "a"}', "a colon is wanted at column 11"),
+        ('{prompt:"a"}', "a name in double quotes is wanted at column 2"),
+        ('{"prompt":a}', "a value is wanted at column 11"),
+        ('{"prompt":"say "hi""}', 'a comma or the end is wanted at column 17; a quote in a text is written \\"'),
+        ('{"prompt":"a\tb"}', "a control character at column 13; a tab in a text is written \\t, a line break \\n"),
+        ('{"prompt":"C:\\dir"}', "a single backslash at column 14; in a text it is written \\\\"),
+        ('{"prompt":"\\u12"}', "an incomplete \\u escape at column 13"),
+        ('\ufeff{"prompt":"a"}', "a byte order mark at column 1; remove it"),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_is_told_with_its_column(line: str, message: str) -> None:
+    assert refusal(line) == (None, f"not valid JSON: {message}")
+
+
+@case("A-in-05")
 def test_a_number_of_5000_digits_is_refused_briefly() -> None:
-    """A-in-05."""
     field, message = refusal('{"prompt":"a","max_tokens":' + "9" * 5000 + "}")
     assert (field, message) == ("max_tokens", "max_tokens has 5000 digits, more than 64 bits hold")
 
 
+@case("A-tok-08")
 def test_surrogate_pairs_and_colons_in_texts_are_fine() -> None:
     assert parse(b'{"prompt":"good \\ud83d\\ude00"}').body["prompt"] == "good \U0001f600"
     assert parse(b'{"prompt": ":a \\"b\\": \\\\u0000", "temperature" : 0}').body["prompt"] == ':a "b": \\u0000'
@@ -180,6 +217,7 @@ def test_no_good_object_is_taken_for_one_with_repeated_keys(value: dict[str, Any
 # --------------------------------------------------------------------------------------------------- plain lines
 
 
+@case("A-sp-10")
 def test_a_plain_prompt_gets_id_limit_and_seed() -> None:
     request = parse({"prompt": "a"}, index=3)
     assert (request.index, request.custom_id, request.endpoint) == (3, "request-3", Endpoint.COMPLETIONS)
@@ -248,38 +286,38 @@ def test_a_line_may_be_pinned_to_a_version_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("line", "field", "message"),
     [
-        ({}, None, "neither prompt or messages nor custom_id, method, url and body found (the line is empty)"),
-        ({"input": "hi"}, None, "neither prompt or messages nor custom_id, method, url and body found (the line has: input)"),
-        ({"custom_id": "1", "params": {}}, None, "missing method, url, body; or prompt or messages, for a plain line (the line has: params)"),
+        pytest.param({}, None, "neither prompt or messages nor custom_id, method, url and body found (the line is empty)", marks=case("A-in-15")),
+        pytest.param({"input": "hi"}, None, "neither prompt or messages nor custom_id, method, url and body found (the line has: input); did you mean prompt instead of input?", marks=case("A-in-15")),
+        pytest.param({"custom_id": "1", "params": {}}, None, "missing method, url, body; or prompt or messages, for a plain line (the line has: params); this is a line for the Anthropic API; write the messages and max_tokens of its params beside custom_id", marks=case("A-in-13")),
         ({"prompt": "a", "messages": []}, "messages", "prompt and messages exclude each other; give one of them"),
-        ({"prompt": ""}, "prompt", "prompt must not be empty"),
-        ({"prompt": []}, "prompt", "prompt must not be empty"),
+        pytest.param({"prompt": ""}, "prompt", "prompt must not be empty", marks=case("A-ctx-04")),
+        pytest.param({"prompt": []}, "prompt", "prompt must not be empty", marks=case("A-ctx-04")),
         ({"prompt": None}, "prompt", "prompt must be a string or a list of token ids, not null"),
         ({"prompt": ["a", "b"]}, "prompt", "prompt must be one prompt; write one line for each"),
         ({"prompt": [1, -2]}, "prompt", "prompt: -2 is not a token id"),
         ({"prompt": [1, True]}, "prompt", "prompt must be a token id, not a boolean"),
-        ({"prompt": "a", "custom_id": 1}, "custom_id", "custom_id must be a string, not an integer"),
+        pytest.param({"prompt": "a", "custom_id": 1}, "custom_id", "custom_id must be a string, not an integer", marks=case("A-in-10")),
         ({"prompt": "a", "custom_id": ""}, "custom_id", "custom_id must not be empty"),
-        ({"prompt": "a", "custom_id": "x" * 513}, "custom_id", "custom_id is longer than 512 characters"),
+        pytest.param({"prompt": "a", "custom_id": "x" * 513}, "custom_id", "custom_id is longer than 512 characters", marks=case("A-q-01")),
         ({"prompt": "a", "temprature": 1}, "temprature", 'unknown field "temprature"; did you mean temperature?'),
         ({"prompt": "a", "temperature": "0.5"}, "temperature", "temperature must be a number, not a string"),
         ({"prompt": "a", "temperature": True}, "temperature", "temperature must be a number, not a boolean"),
-        ({"prompt": "a", "temperature": 2.5}, "temperature", "temperature must be from 0 to 2, not 2.5"),
-        ({"prompt": "a", "temperature": -1}, "temperature", "temperature must be from 0 to 2, not -1"),
-        ({"prompt": "a", "top_p": 0}, "top_p", "top_p must be over 0 and at most 1, not 0"),
+        pytest.param({"prompt": "a", "temperature": 2.5}, "temperature", "temperature must be from 0 to 2, not 2.5", marks=case("A-num-03")),
+        pytest.param({"prompt": "a", "temperature": -1}, "temperature", "temperature must be from 0 to 2, not -1", marks=case("A-num-03")),
+        pytest.param({"prompt": "a", "top_p": 0}, "top_p", "top_p must be over 0 and at most 1, not 0", marks=case("A-sp-11")),
         ({"prompt": "a", "seed": 99999999999999999999}, "seed", "seed must be a 64-bit integer"),
         ({"prompt": "a", "seed": 1.5}, "seed", "seed must be an integer, not a number"),
         ({"prompt": "a", "max_tokens": 10.0}, "max_tokens", "max_tokens must be an integer, not a number"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens must be 1 or more, not 0"),
-        ({"prompt": "a", "min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens must be from 0 to max_tokens, not 9"),
+        pytest.param({"prompt": "a", "min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens must be from 0 to max_tokens, not 9", marks=case("A-sp-08")),
         ({"prompt": "a", "seed": 2**63}, "seed", f"seed must be a 64-bit integer, not {2**63}"),
-        ({"prompt": "a", "presence_penalty": 3}, "presence_penalty", "presence_penalty must be from -2 to 2, not 3"),
-        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be over 0, not 0"),
-        ({"prompt": "a", "stop": ""}, "stop", "stop must not be empty: an empty string matches everywhere"),
-        ({"prompt": "a", "stop": ["", "END"]}, "stop", "stop must not be empty: an empty string matches everywhere"),
+        pytest.param({"prompt": "a", "presence_penalty": 3}, "presence_penalty", "presence_penalty must be from -2 to 2, not 3", marks=case("A-sp-14")),
+        pytest.param({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be over 0, not 0", marks=case("A-sp-14")),
+        pytest.param({"prompt": "a", "stop": ""}, "stop", "stop must not be empty: an empty string matches everywhere", marks=case("A-sp-01")),
+        pytest.param({"prompt": "a", "stop": ["", "END"]}, "stop", "stop must not be empty: an empty string matches everywhere", marks=case("A-sp-01")),
         ({"prompt": "a", "stop": [1]}, "stop", "stop must be a string or a list of strings, not an integer"),
-        ({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias", 'logit_bias: "-1" is not a token id'),
-        ({"prompt": "a", "logit_bias": {"abc": 5}}, "logit_bias", 'logit_bias: "abc" is not a token id'),
+        pytest.param({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias", 'logit_bias: "-1" is not a token id', marks=case("A-sp-07")),
+        pytest.param({"prompt": "a", "logit_bias": {"abc": 5}}, "logit_bias", 'logit_bias: "abc" is not a token id', marks=case("A-sp-07")),
         ({"prompt": "a", "logit_bias": {"5": 500}}, "logit_bias", "logit_bias maps token ids to numbers from -100 to 100"),
         ({"prompt": "a", "n": 0}, "n", "n must be from 1 to 128, not 0"),
         ({"prompt": "a", "n": 129}, "n", "n must be from 1 to 128, not 129"),
@@ -298,12 +336,11 @@ def test_a_line_may_be_pinned_to_a_version_of_the_model() -> None:
         ({"prompt": "a", "model_version": "v2"}, "model_version", 'model_version must be sha256: and 16 of the digits 0 to f, as `batchjobs model list` shows it, not "v2"'),
         ({"prompt": "a", "modelversion": "v"}, "modelversion", 'unknown field "modelversion"; did you mean model_version?'),
         ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs", "chat_template_kwargs is only for chats"),
-        ({"messages": []}, "messages", "messages must not be empty"),
-        ({"prompt": "a", "chat_template": "{{ 7*7 }}"}, "chat_template", "chat_template is not supported: a line cannot bring its own template"),
+        pytest.param({"messages": []}, "messages", "messages must not be empty", marks=case("A-tok-10")),
+        pytest.param({"prompt": "a", "chat_template": "{{ 7*7 }}"}, "chat_template", "chat_template is not supported: a line cannot bring its own template", marks=case("A-sec-03")),
     ],
 )  # fmt: skip
 def test_plain_lines_are_refused_by_field(line: dict[str, Any], field: str | None, message: str) -> None:
-    """A-in-10, A-in-13, A-in-15, A-sp-01, A-sp-07, A-sp-08, A-sp-11, A-ctx-04, A-sec-03 and their like."""
     assert refusal(line) == (field, message)
 
 
@@ -337,8 +374,9 @@ def nested(depth: int) -> dict[str, Any]:
         (formatted(schema=nested(400)), "", "response_format is nested too deeply"),
     ],
 )  # fmt: skip
+@case("A-sp-15")
 def test_response_formats_are_refused_by_field(value: Any, field: str, message: str) -> None:
-    """A-sp-15: what can be known without a model is said at once."""
+    """What can be known without a model is said at once."""
     assert refusal({"prompt": "a", "response_format": value}) == (f"response_format{field}", message)
     assert refusal(chat(response_format=value)) == (f"body.response_format{field}", message)
 
@@ -363,8 +401,8 @@ def test_numbers_in_a_schema_are_not_rounded() -> None:
     assert message.endswith("has 21 digits, more than 64 bits hold")
 
 
+@case("A-sp-04")
 def test_a_line_may_ask_for_several_choices() -> None:
-    """A-sp-04."""
     body = parse({"prompt": "Name a colour", "seed": 7, "n": 4, "temperature": 1.0}).body
     assert body == {"prompt": "Name a colour", "max_tokens": 256, "seed": 7, "n": 4}
     assert parse(chat(n=128)).n == 128
@@ -373,8 +411,8 @@ def test_a_line_may_ask_for_several_choices() -> None:
     assert parse({"prompt": "a", "n": 1}, n=2).n == 1
 
 
+@case("A-tok-11")
 def test_echo_with_logprobs_scores_the_prompt() -> None:
-    """A-tok-11."""
     request = parse(completion(echo=True, logprobs=1, max_tokens=3))
     assert (request.body["echo"], request.sampling.prompt_logprobs, request.sampling.top_logprobs) == (True, 1, 1)
     assert parse(completion(echo=True, logprobs=0)).sampling.prompt_logprobs == 0
@@ -384,8 +422,8 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     assert "echo" not in parse(completion(echo=False)).body
 
 
+@case("A-sp-09")
 def test_no_tokens_and_an_echo_mean_scoring() -> None:
-    """A-sp-09."""
     scoring = parse(completion(max_tokens=0, echo=True, logprobs=1)).sampling
     assert (scoring.max_tokens, scoring.prompt_logprobs) == (0, 1)
     assert parse(completion(max_tokens=0, echo=True)).sampling.prompt_logprobs == 0
@@ -396,11 +434,60 @@ def test_no_tokens_and_an_echo_mean_scoring() -> None:
 def test_unknown_fields_name_the_accepted_ones() -> None:
     field, message = refusal({"prompt": "a", "foo": 1})
     assert field == "foo"
-    assert message.startswith('unknown field "foo"; accepted: best_of, chat_template_kwargs, echo, frequency_penalty,')
+    assert message.startswith('unknown field "foo"; accepted: best_of, chat_template_kwargs, custom_id, echo,')
 
 
+def test_several_fields_that_cannot_be_used_are_named_together() -> None:
+    _, message = refusal({"prompt": "a", "foo": 1, "temprature": 1, "tools": []})
+    assert message == (
+        'unknown field "foo"; unknown field "temprature"; did you mean temperature?; '
+        "tools is not supported: tools cannot be called from a batch"
+    )
+    _, message = refusal({"prompt": "a", "foo": 1, "bar": 1})
+    assert message.startswith('unknown field "foo"; unknown field "bar"; accepted: best_of, ')
+    _, message = refusal({"prompt": "a", **{f"{'x' * 50}{n}": 1 for n in range(19)}})
+    assert message.count("unknown field") == 6
+    assert message.endswith('"; and 13 more fields that cannot be used')
+
+
+def test_a_line_with_a_million_names_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find what a name could mean takes time, so only the first of them are looked at."""
+    looked_at: list[str] = []
+    closest = difflib.get_close_matches
+    monkeypatch.setattr(
+        "difflib.get_close_matches", lambda name, *rest, **o: looked_at.append(name) or closest(name, *rest, **o)
+    )
+    names = {f"name {number}": 1 for number in range(1000)}
+    assert refusal({"prompt": "a", **names})[1].endswith("; and many more fields that cannot be used")
+    assert refusal(completion(**names))[1].endswith("; and many more fields that cannot be used")
+    assert refusal(names)[1].endswith("name 7 and 992 more)")
+    assert len(looked_at) < 60
+
+
+@pytest.mark.parametrize("depth", [126, 127, 200, 201, 252, 253, 254, 255])
+@pytest.mark.parametrize("name", ["stop", "logit_bias", "metadata", "response_format", "user", "prompt"])
+def test_depth_is_refused_by_field_however_deep(name: str, depth: int) -> None:
+    """One that could be read and not written again would end the whole submission."""
+    value: Any = {}
+    for _ in range(depth - 1):
+        value = {"a": value}
+    if name == "metadata" and depth <= 200:
+        assert request_row("b", parse({"prompt": "a", name: value}), 64, rejected=False)
+    else:
+        assert refusal({"prompt": "a", name: value})[0].split(".")[0] == name  # type: ignore[union-attr]
+
+
+def test_one_token_has_one_bias() -> None:
+    assert parse({"prompt": "a", "logit_bias": {"0": 1, "10": 2}}).sampling.logit_bias == {0: 1, 10: 2}
+    for key in ("05", "00", "+5", "٥", "5 "):
+        assert refusal({"prompt": "a", "logit_bias": {key: 1}}) == (
+            "logit_bias",
+            f'logit_bias: "{key}" is not a token id',
+        )
+
+
+@case("A-sp-11")
 def test_top_k_takes_every_way_to_say_off_and_more_than_any_vocabulary() -> None:
-    """A-sp-11."""
     assert "top_k" not in parse({"prompt": "a", "top_k": 0}).body
     assert parse({"prompt": "a", "top_k": -1}).body["top_k"] == -1
     assert parse({"prompt": "a", "top_k": 10_000_000}).body["top_k"] == 10_000_000
@@ -409,8 +496,9 @@ def test_top_k_takes_every_way_to_say_off_and_more_than_any_vocabulary() -> None
 @pytest.mark.parametrize(
     "custom_id", ["prod:T1055.011 Extra Window/1", "問い-1 ✓", "x" * 300, "-rf", "1", "../../etc/x"]
 )
+@case("A-in-10", "A-q-01", "A-cli-04", "A-sec-07")
 def test_any_text_is_a_custom_id(custom_id: str) -> None:
-    """A-q-01, A-cli-04, A-sec-07: ids come back unchanged and name no file."""
+    """Ids come back unchanged and name no file."""
     assert parse({"prompt": "a", "custom_id": custom_id}).custom_id == custom_id
 
 
@@ -451,8 +539,8 @@ def test_an_openai_chat_line() -> None:
     assert request.sampling.top_logprobs == 3
 
 
+@case("A-in-17")
 def test_text_parts_are_joined() -> None:
-    """A-in-17."""
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
     assert (
         parse(openai({"messages": [{"role": "user", "content": parts}]})).body["messages"][0]["content"]
@@ -463,33 +551,33 @@ def test_text_parts_are_joined() -> None:
 @pytest.mark.parametrize(
     ("line", "field", "message"),
     [
-        (openai("oops"), "body", "body must be an object, not a string"),
-        (openai({}, method="GET"), "method", 'method must be POST, not "GET"'),
-        (openai({}, "/v4/chat/completions"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v4/chat/completions"'),
-        (openai({}, "/v1/chat/completions/"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v1/chat/completions/"'),
-        (openai({"input": "x"}, "/v1/responses"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v1/responses"'),
-        ({"custom_id": "2", "method": "POST", "url": "/v1/completions"}, "body", "missing body (the line has: custom_id, method, url)"),
-        ({"body": {}}, "method", "missing method, url (the line has: body)"),
+        pytest.param(openai("oops"), "body", "body must be an object, not a string", marks=case("A-in-04")),
+        pytest.param(openai({}, method="GET"), "method", 'method must be POST, not "GET"', marks=case("A-in-12")),
+        pytest.param(openai({}, "/v4/chat/completions"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v4/chat/completions"; did you mean /v1/chat/completions?', marks=case("A-in-12")),
+        pytest.param(openai({}, "/v1/chat/completions/"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v1/chat/completions/"; did you mean /v1/chat/completions?', marks=case("A-in-12")),
+        pytest.param(openai({"input": "x"}, "/v1/responses"), "url", 'url must be /v1/chat/completions or /v1/completions, not "/v1/responses"; this is a line for the Responses API; put its input into messages and use /v1/chat/completions', marks=case("A-in-14")),
+        pytest.param({"custom_id": "2", "method": "POST", "url": "/v1/completions"}, "body", "missing body (the line has: custom_id, method, url)", marks=case("A-in-13")),
+        ({"body": {}}, "method", 'missing method, url (the line has: body); add "method": "POST", "url": "/v1/chat/completions"'),
         (openai({}, custom_id=None), "custom_id", "missing custom_id"),
-        (openai({}, custom_id=1), "custom_id", "custom_id must be a string, not an integer"),
+        pytest.param(openai({}, custom_id=1), "custom_id", "custom_id must be a string, not an integer", marks=case("A-in-10")),
         (openai({}, extra=1), "extra", 'unknown field "extra"; accepted: body, custom_id, method, url'),
         (openai({}), "body.messages", "messages is missing"),
         (openai({"prompt": "a"}), "body.messages", "messages is missing; for a prompt, url must be /v1/completions"),
         (openai({"messages": None}), "body.messages", "messages must be a list, not null"),
-        (openai({"messages": []}), "body.messages", "messages must not be empty"),
+        pytest.param(openai({"messages": []}), "body.messages", "messages must not be empty", marks=case("A-tok-10")),
         (openai({"messages": [3]}), "body.messages[0]", "messages[0] must be an object with role and content, not an integer"),
         (openai({"messages": [{"role": "tool", "content": "x"}]}), "body.messages[0].role", 'messages[0].role: "tool" is not supported; accepted: system, developer, user, assistant'),
         (openai({"messages": [{"role": "user"}]}), "body.messages[0].content", "messages[0].content is missing"),
         (openai({"messages": [{"role": "user", "content": None}]}), "body.messages[0].content", "messages[0].content must be a string or a list of text parts, not null"),
-        (openai({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}), "body.messages[0].content[0].type", 'messages[0].content[0]: content parts of type "image_url" are not supported, only text'),
+        pytest.param(openai({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}), "body.messages[0].content[0].type", 'messages[0].content[0]: content parts of type "image_url" are not supported, only text', marks=case("A-in-17")),
         (openai({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}), "body.messages[0].tool_calls", "messages[0].tool_calls is not supported"),
         (chat(prompt="a"), "body.prompt", "prompt is not a field of /v1/chat/completions"),
         (completion(messages=[]), "body.messages", "messages is not a field of /v1/completions"),
-        (completion(max_completion_tokens=5), "body.max_completion_tokens", "max_completion_tokens is not a field of /v1/completions; use max_tokens"),
+        pytest.param(completion(max_completion_tokens=5), "body.max_completion_tokens", "max_completion_tokens is not a field of /v1/completions; use max_tokens", marks=case("A-sp-10")),
         (chat(max_tokens=5, max_completion_tokens=6), "body.max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them"),
-        (chat(top_logprobs=3), "body.top_logprobs", "top_logprobs needs logprobs to be true"),
-        (chat(logprobs=False, top_logprobs=3), "body.top_logprobs", "top_logprobs needs logprobs to be true"),
-        (chat(logprobs=True, top_logprobs=21), "body.top_logprobs", "top_logprobs must be from 0 to 20, not 21"),
+        pytest.param(chat(top_logprobs=3), "body.top_logprobs", "top_logprobs needs logprobs to be true", marks=case("A-sp-06")),
+        pytest.param(chat(logprobs=False, top_logprobs=3), "body.top_logprobs", "top_logprobs needs logprobs to be true", marks=case("A-sp-06")),
+        pytest.param(chat(logprobs=True, top_logprobs=21), "body.top_logprobs", "top_logprobs must be from 0 to 20, not 21", marks=case("A-sp-06")),
         (chat(logprobs=3), "body.logprobs", "logprobs must be true or false, not an integer"),
         (completion(logprobs=True), "body.logprobs", "logprobs must be a number from 0 to 20, not a boolean"),
         (completion(logprobs=21), "body.logprobs", "logprobs must be from 0 to 20, not 21"),
@@ -497,20 +585,19 @@ def test_text_parts_are_joined() -> None:
         (chat(echo=True), "body.echo", "echo repeats the prompt of a completion; a chat has none to repeat, so leave it out"),
         (chat(n=True), "body.n", "n must be an integer, not a boolean"),
         (chat(user=5), "body.user", "user must be a string, not an integer"),
-        (chat(chat_template_kwargs={"chat_template": "x"}), "body.chat_template_kwargs.chat_template", None),
+        pytest.param(chat(chat_template_kwargs={"chat_template": "x"}), "body.chat_template_kwargs.chat_template", None, marks=case("A-sec-03")),
         (chat(chat_template_kwargs={"tokenize": False}), "body.chat_template_kwargs.tokenize", None),
         (chat(chat_template_kwargs={"enable_thinking": [1]}), "body.chat_template_kwargs.enable_thinking", None),
     ],
 )  # fmt: skip
 def test_openai_lines_are_refused_by_field(line: dict[str, Any], field: str, message: str | None) -> None:
-    """A-in-04, A-in-12 to A-in-14, A-in-17, A-sp-06, A-sp-09, A-sp-10, A-sp-15, A-sec-03 and their like."""
     found_field, found = refusal(line)
     assert found_field == field
     assert message is None or found == message
 
 
+@case("A-in-11")
 def test_every_unsupported_field_of_a_line_is_named() -> None:
-    """A-in-11."""
     field, message = refusal(chat(stream=True, tools=[{"type": "function"}]))
     assert field == "body.stream"
     assert message == (
@@ -525,8 +612,8 @@ def test_refusals_carry_the_custom_id() -> None:
     assert caught.value.error.custom_id == "x"
 
 
+@case("A-sp-05")
 def test_logprobs_zero_is_not_absent() -> None:
-    """A-sp-05."""
     assert parse(completion(logprobs=0)).body["logprobs"] == 0
     assert "logprobs" not in parse(completion()).body
     assert parse(completion(logprobs=5)).sampling.top_logprobs == 5
