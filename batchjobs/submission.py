@@ -1,22 +1,25 @@
 """Input lines -> a stored batch -> the queue. The one way in, for the command line and the client alike.
 
-Lines are read, checked and stored in chunks, so memory stays flat. A batch is open to workers only when all of it is
-stored: a submission that is cut leaves nothing that runs. With a key it is finished by the same submission later;
-without one it is taken back.
+Lines are read, checked and given to a sink in chunks, so memory stays flat. The sink of a submission stores them; that
+of a dry run (:mod:`batchjobs.validation`) only looks at them. Both refuse the same lines: it is done here. A batch is
+open to workers only when all of it is stored: a submission that is cut leaves nothing that runs. With a key it is
+finished by the same submission later; without one it is taken back.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from batchjobs.errors import BatchjobsError, InvalidInput, LineError, UsageError
 from batchjobs.failpoints import reach
 from batchjobs.inputs import Input, RereadableInput, fingerprint, numbered_lines
 from batchjobs.jsonl import InvalidLineError, parse_line
+from batchjobs.line_map import LineMap
 from batchjobs.sampling_fields import NO_DEFAULTS, Defaults
 from batchjobs.store import DuplicateCustomId
 from batchjobs.types import Endpoint, Priority, Request, ShardId
@@ -65,7 +68,19 @@ class Submission:
 
 
 Progress = Callable[[int], None]
-"""Called after each chunk with the number of requests stored so far."""
+"""Called after each chunk with the number of requests that the sink has so far."""
+
+
+class Sink(Protocol):
+    """Where the requests of an input go, a chunk at a time, in input order."""
+
+    def add(self, requests: Sequence[Request], rejected: Mapping[int, LineError]) -> None:
+        """Takes a chunk. ``rejected`` are lines of it that were refused, by index: their custom_id may be in use.
+
+        Raises:
+            DuplicateCustomId: Some ids were used before. The chunk comes again without these requests; what was taken
+                the first time is to be passed over then.
+        """
 
 
 def submit(
@@ -108,7 +123,7 @@ def _submit(
         there = store.batch(batch_id)
         if there.submitted_at is not None:
             return Submission(batch_id=batch_id, created=False, requests=there.counts.total)
-    loader = _Loader(store, batch_id, plan, progress)
+    loader = Loader(_Stored(store, batch_id), plan, progress)
     try:
         loader.load(inputs)
         reach("submit_before_open")
@@ -131,8 +146,19 @@ def _submit(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The sink of a submission."""
+
+    store: Store
+    batch_id: str
+
+    def add(self, requests: Sequence[Request], rejected: Mapping[int, LineError]) -> None:
+        self.store.add_requests(self.batch_id, requests, rejected)
+        reach("submit_after_chunk")
+
+
 def _create(store: Store, inputs: Sequence[Input], plan: Plan, digest: str) -> tuple[str, bool]:
-    names = [source.name for source in inputs if source.name]
     return store.create_batch(
         name=plan.name,
         key=plan.key,
@@ -140,9 +166,14 @@ def _create(store: Store, inputs: Sequence[Input], plan: Plan, digest: str) -> t
         model=plan.model,
         queue=plan.queue,
         shard_size=plan.shard_size,
-        source=", ".join(names) or None,
+        source="\n".join(_place(source.name) for source in inputs if source.name) or None,
         defaults=plan.defaults.as_json(),
     )
+
+
+def _place(name: str) -> str:
+    """Where an input is: a file by its absolute path, so that it can be found from elsewhere; others by their name."""
+    return os.path.abspath(name) if os.path.isfile(name) else name
 
 
 def _enqueue(connect: Callable[[], JobQueue], batch_id: str, shards: int, priority: Priority) -> str | None:
@@ -154,50 +185,43 @@ def _enqueue(connect: Callable[[], JobQueue], batch_id: str, shards: int, priori
     return None
 
 
-@dataclass(slots=True)
-class _LineMap:
-    """Index in the batch -> input and line. Indexes run with the lines except where a blank line or a file begins."""
+class Loader:
+    """Streams the requests of an input into a sink, and keeps what is wrong with its lines.
 
-    starts: list[int] = field(default_factory=list)
-    places: list[tuple[Input, int]] = field(default_factory=list)
+    ``requests`` counts its lines, refused ones included and blank ones not. ``line_model`` is the model that they name;
+    ``other_models`` are those in lines that were refused for them.
+    """
 
-    def add(self, index: int, source: Input, line: int) -> None:
-        if self.places:
-            last_source, last_line = self.places[-1]
-            if source is last_source and line - last_line == index - self.starts[-1]:
-                return
-        self.starts.append(index)
-        self.places.append((source, line))
-
-    def __getitem__(self, index: int) -> tuple[Input, int]:
-        position = bisect.bisect_right(self.starts, index) - 1
-        source, line = self.places[position]
-        return source, line + index - self.starts[position]
-
-
-class _Loader:
-    """Streams lines into a batch, and keeps what is wrong with them."""
-
-    def __init__(self, store: Store, batch_id: str, plan: Plan, progress: Progress) -> None:
+    def __init__(self, sink: Sink, plan: Plan, progress: Progress = lambda stored: None) -> None:
         self.requests = 0
         self.line_model: str | None = None
-        self._store = store
-        self._batch_id = batch_id
+        self.other_models: Counter[str] = Counter()
+        self._sink = sink
         self._plan = plan
         self._progress = progress
         self._several = False
         self._names = ""
-        self._lines = _LineMap()
+        self._lines = LineMap()
         self._errors: dict[int, LineError] = {}
         self._chunk: dict[int, Request] = {}
         self._chunk_bytes = 0
         self._rejected: dict[int, LineError] = {}
 
     def load(self, inputs: Sequence[Input]) -> None:
+        """Reads all of it.
+
+        Raises:
+            InvalidInput: Lines were refused, or a file is no JSON Lines at all. What is good has gone to the sink.
+            UsageError: There are no requests, or a file cannot be read.
+        """
         self._several = len(inputs) > 1
         self._names = ", ".join(source.name or "the input" for source in inputs)
+        reading, expected = None, 0
         for source, line_no, raw in numbered_lines(inputs):
-            self._lines.add(self.requests, source, line_no)
+            if line_no != expected or source is not reading:
+                reading = source
+                self._lines.begin(self.requests, source, line_no)
+            expected = line_no + 1
             self._take(raw, self.requests, line_no)
             self.requests += 1
             if len(self._chunk) >= CHUNK_REQUESTS or self._chunk_bytes >= CHUNK_BYTES:
@@ -226,6 +250,7 @@ class _Loader:
         if model is None or model == self.line_model:
             return
         if self.line_model is not None:
+            self.other_models[model] += 1
             message = f'model "{model}" differs from "{self.line_model}" in an earlier line; a batch has one model'
             field = "body.model" if b'"body"' in raw else "model"
             raise InvalidLineError(LineError(line_no, message, field, request.custom_id))
@@ -246,7 +271,7 @@ class _Loader:
         while self._chunk:
             try:
                 chunk = [self._chunk[index] for index in sorted(self._chunk)]
-                self._store.add_requests(self._batch_id, chunk, self._rejected)
+                self._sink.add(chunk, self._rejected)
                 break
             except DuplicateCustomId as duplicates:
                 self._refuse_duplicates(duplicates)
@@ -254,7 +279,11 @@ class _Loader:
         self._rejected.clear()
         self._chunk_bytes = 0
         self._progress(self.requests)
-        reach("submit_after_chunk")
+
+    def place_of(self, index: int) -> tuple[str | None, int]:
+        """The line that a request came from, and its file where there are several."""
+        source, line = self._lines[index]
+        return (source.name if self._several else None), line
 
     def _refuse_duplicates(self, duplicates: DuplicateCustomId) -> None:
         for custom_id, index, first_index in duplicates.pairs:

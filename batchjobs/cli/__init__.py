@@ -18,32 +18,42 @@ from batchjobs.cli.guard import OutputClosed, guarded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# command -> (module, one line of help)
-COMMANDS = {
-    "run": ("run", "Answer every prompt of a file here and now, and print the results."),
-    "submit": ("submit", "Store prompts as a batch and queue it; print the batch's id."),
-    "status": ("status", "Show how far a batch is."),
-    "follow": ("follow", "Show how a batch goes on, until it has ended."),
-    "wait": ("status", "Wait until a batch has ended."),
-    "list": ("status", "List the newest batches."),
-    "results": ("results", "Write the answers of a batch, in input order."),
-    "show": ("show", "Show one request with its tokens."),
-    "cancel": ("cancel", "Cancel a batch or one request."),
-    "pause": ("pause", "Make no more tokens for a batch, or by some workers."),
-    "resume": ("pause", "Let a paused batch or paused workers go on."),
-    "retry": ("retry", "Let the failed requests of a batch run again."),
-    "worker": ("worker", "Load a model and answer what is queued."),
-    "workers": ("workers", "List the workers."),
-    "model": ("model", "Change the model that workers serve, and list versions."),
-    "drain": ("drain", "Let a worker finish what it has begun, and end."),
-    "sql": ("database", "Ask the database a question in SQL."),
-    "db": ("database", "Create and check the database's tables."),
-    "doctor": ("doctor", "Say what works on this machine, and what does not."),
-    "config": ("config", "Show the settings in force and where each comes from."),
-    "bench": ("bench", "Measure the engine's throughput."),
-    "trace": ("trace", "Draw what the engine does in each step, or write it as a timeline."),
-    "metrics": ("metrics", "Serve metrics of queue and store for Prometheus."),
+# section of the help -> command -> (module, one line of help)
+SECTIONS = {
+    "Prompts in, answers out": {
+        "run": ("run", "Answer every prompt of a file here and now, and print the results."),
+        "submit": ("submit", "Store prompts as a batch and queue it; print the batch's id."),
+        "validate": ("validate", "Say what submit would refuse, and what the prompts will take."),
+        "results": ("results", "Write the answers of a batch, in input order."),
+    },
+    "Batches": {
+        "status": ("status", "Show how far a batch is."),
+        "follow": ("follow", "Show how a batch goes on, until it has ended."),
+        "wait": ("status", "Wait until a batch has ended."),
+        "list": ("status", "List the newest batches."),
+        "show": ("show", "Show one request with its tokens."),
+        "cancel": ("cancel", "Cancel a batch or one request."),
+        "pause": ("pause", "Make no more tokens for a batch, or by some workers."),
+        "resume": ("pause", "Let a paused batch or paused workers go on."),
+        "retry": ("retry", "Let the failed requests of a batch run again."),
+    },
+    "Workers and models": {
+        "worker": ("worker", "Load a model and answer what is queued."),
+        "workers": ("workers", "List the workers."),
+        "drain": ("drain", "Let a worker finish what it has begun, and end."),
+        "model": ("model", "Change the model that workers serve, and list versions."),
+    },
+    "Database and machine": {
+        "sql": ("database", "Ask the database a question in SQL."),
+        "db": ("database", "Create and check the database's tables."),
+        "metrics": ("metrics", "Serve metrics of queue and store for Prometheus."),
+        "config": ("config", "Show the settings in force and where each comes from."),
+        "doctor": ("doctor", "Say what works on this machine, and what does not."),
+        "bench": ("bench", "Measure the engine's throughput."),
+        "trace": ("trace", "Draw what the engine does in each step, or write it as a timeline."),
+    },
 }
+COMMANDS = {name: about for section in SECTIONS.values() for name, about in section.items()}
 
 
 class CommandLine(click.Group):
@@ -61,8 +71,10 @@ class CommandLine(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), about) for name, (_, about) in commands.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -87,6 +99,7 @@ class CommandLine(click.Group):
             guarded(
                 lambda: run(arguments, prog_name or "batchjobs", complete_var, standalone_mode=False, **extra),
                 debug="--debug" in arguments,
+                arguments=arguments,
             )
         )
 

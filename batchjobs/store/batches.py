@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _DISCARD_CHUNK = 20_000
 _MANY_SHARDS = 100
 """From here on PostgreSQL is told of new shards at once: it would read all of them to find the few that are claimed."""
+_SHARDS_AT_ONCE = 1000
 _LOOKED_UP_AT_ONCE = 10_000
 """Fewer than SQLite's limit of parameters."""
 
@@ -229,17 +230,22 @@ def _stored(connection: Connection, batch_id: str, indexes: Collection[int]) -> 
 
 def _create_shards(connection: Connection, batch_id: str, shard_size: int) -> None:
     # By the index alone, not by the column shard_no: both databases then read an index instead of all the prompts.
-    number = (requests.c.index // shard_size).label("number")
     index = requests.c.index
+    in_batch = requests.c.batch_id == batch_id
+    number = (index // shard_size).label("number")
     slices = (
         sa.select(
             requests.c.batch_id, number, sa.func.min(index), sa.func.max(index), sa.func.count(), sa.literal("ready")
         )
-        .where(requests.c.batch_id == batch_id)
+        .where(in_batch, index.between(sa.bindparam("from"), sa.bindparam("to")))
         .group_by(requests.c.batch_id, sa.text("number"))
     )
     columns = ["batch_id", "shard_no", "first_index", "last_index", "requests", "state"]
-    connection.execute(sa.insert(shards).from_select(columns, slices))
+    insert = sa.insert(shards).from_select(columns, slices)
+    last = connection.execute(sa.select(sa.func.max(index)).where(in_batch)).scalar()
+    step = shard_size * _SHARDS_AT_ONCE
+    for start in range(0, (last or 0) + 1, step):  # SQLite sorts what it groups in memory
+        connection.execute(insert, {"from": start, "to": start + step - 1})
     _count_refused(connection, batch_id, shard_size)
 
 

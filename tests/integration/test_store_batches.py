@@ -17,6 +17,7 @@ from batchjobs.store import batches as store_batches
 from batchjobs.tables import batches
 from batchjobs.types import BatchStatus, Counts, Endpoint, Priority, Request, RequestStatus, ShardId, TokenCounts
 from tests.support.batches import GONE, answer, claim, create, failure, finish, request, submit
+from tests.support.cases import case
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,6 +159,7 @@ class TestDuplicateCustomIds:
         assert store.result_by_custom_id(first, "request-2").batch_id == first
         assert store.result_by_custom_id(second, "request-2").batch_id == second
 
+    @case("A-in-09")
     def test_a_refused_duplicate_is_kept_beside_the_first(self, store: Store) -> None:
         batch_id = create(store)
         error = LineError(line=2, message="custom_id used before", custom_id="a", code="duplicate_custom_id")
@@ -261,8 +263,9 @@ class TestDiscarding:
         assert store.batch(batch_id).counts.total == 1
 
 
+@case("A-q-02")
 class TestAbandoned:
-    """A submission that was cut and that nobody ran again. # A-q-02"""
+    """A submission that was cut and that nobody ran again."""
 
     def age(self, store: Store, batch_id: str, *, created: float = 0.0, loaded: float = 0.0) -> None:
         """Moves the batch back in time by so many hours."""

@@ -15,6 +15,7 @@ from batchjobs.sampling_fields import Defaults
 from batchjobs.store import Store
 from batchjobs.submission import CHUNK_REQUESTS, Plan, Submission, submit
 from batchjobs.types import BatchStatus, Priority, ShardId
+from tests.support.cases import case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -100,8 +101,9 @@ def test_an_unreachable_queue_is_a_warning(sqlite: Store, queue: Queue, send: Se
     assert sqlite.batch(made.batch_id).submitted_at is not None
 
 
+@case("A-in-03", "A-cli-02")
 def test_one_bad_line_refuses_everything(sqlite: Store, queue: Queue, send: Send) -> None:
-    """A-in-03, A-cli-02: every bad line is named by its number, blank lines counted; nothing stays stored."""
+    """Every bad line is named by its number, blank lines counted; nothing stays stored."""
     content = b'{"prompt":"ok"}\n\n{"prompt":"\xe6\x87"}\n{"prompt":"ok"}\n{"prompt":1}\n'
     with pytest.raises(InvalidInput, match="2 invalid lines; nothing was stored") as caught:
         send(content)
@@ -117,6 +119,7 @@ def test_a_bad_line_behind_stored_chunks_takes_them_back(sqlite: Store, send: Se
     assert count_rows(sqlite, "batches") == count_rows(sqlite, "requests") == 0
 
 
+@case("A-in-04")
 def test_skipped_lines_become_failed_requests(sqlite: Store, send: Send) -> None:
     content = b'{"prompt":"a"}\n{"custom_id":"bad","prompt":1}\nnull\n{"prompt":"b"}\n'
     made = send(content, skip_invalid=True)
@@ -137,15 +140,16 @@ def test_a_batch_of_bad_lines_alone_has_ended(sqlite: Store, send: Send) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"\n  \n"])
+@case("A-in-08")
 def test_no_requests_is_an_error(sqlite: Store, send: Send, content: bytes) -> None:
-    """A-in-08."""
     with pytest.raises(UsageError, match="no requests in the input"):
         send(content)
     assert count_rows(sqlite, "batches") == 0
 
 
+@case("A-in-09")
 def test_a_custom_id_twice_is_refused_with_both_lines(send: Send) -> None:
-    """A-in-09, also with blank lines between and chunks apart."""
+    """Also with blank lines between and chunks apart."""
     first, filler = b'{"custom_id":"q1","prompt":"A"}\n\n', prompts(CHUNK_REQUESTS)
     with pytest.raises(InvalidInput) as caught:
         send(first + filler + b'{"custom_id":"q1","prompt":"B"}\n{"custom_id":"q1","prompt":"C"}\nnull\n')
@@ -163,20 +167,22 @@ def test_a_made_up_id_that_is_taken_is_refused_too(send: Send) -> None:
         send(b'{"custom_id":"request-1","prompt":"A"}\n{"prompt":"B"}\n')
 
 
+@case("A-in-09")
 def test_the_second_use_of_a_custom_id_can_be_skipped(sqlite: Store, send: Send) -> None:
     made = send(b'{"custom_id":"q1","prompt":"A"}\n{"custom_id":"q1","prompt":"B"}\n', skip_invalid=True)
     rows = list(sqlite.results(made.batch_id))
     assert [(row.request.custom_id, row.state) for row in rows] == [("q1", "queued"), ("q1", "failed")]
 
 
+@case("A-cli-04")
 def test_ids_that_differ_in_case_only_are_two(sqlite: Store, send: Send) -> None:
-    """A-cli-04."""
     made = send(b'{"custom_id":"a","prompt":"A"}\n{"custom_id":"A","prompt":"B"}\n')
     assert sqlite.result_by_custom_id(made.batch_id, "A").request.index == 1
 
 
+@case("A-in-16")
 def test_one_batch_has_one_model(send: Send) -> None:
-    """A-in-16: a second model is refused by name; the first is told."""
+    """A second model is refused by name; the first is told."""
 
     def line(number: int, model: str | None) -> bytes:
         body = {"prompt": "a"} | ({"model": model} if model else {})
@@ -202,8 +208,35 @@ def test_several_files_are_one_batch_and_errors_name_theirs(sqlite: Store, tmp_p
     assert str(caught.value.errors[0]) == f'{two}, line 2: custom_id "a" was used before, on line 1 of {one}'
 
 
+def source_of(store: Store, made: Submission) -> str | None:
+    _, rows = store.select(f"select source from batches where id = '{made.batch_id}'")
+    return next(rows)[0]
+
+
+def test_files_are_kept_by_their_absolute_paths(
+    sqlite: Store, tmp_path: Path, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two, too.jsonl"
+    one.write_bytes(b'{"custom_id":"a","prompt":"1"}\n')
+    two.write_bytes(b'{"custom_id":"b","prompt":"2"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert source_of(sqlite, send("one.jsonl")) == str(one)
+    assert source_of(sqlite, send("./one.jsonl", two)) == f"{one}\n{two}"
+    with open("one.jsonl", "rb") as opened:
+        assert source_of(sqlite, send(opened)) == str(one)
+    assert source_of(sqlite, send("one.jsonl", key="k")) == str(one)
+
+
+def test_what_is_no_file_has_its_name_or_none(sqlite: Store, queue: Queue, send: Send) -> None:
+    assert source_of(sqlite, send(prompts(1))) is None
+    assert source_of(sqlite, send([{"prompt": "a"}])) is None
+    piped = StreamInput(io.BytesIO(prompts(1)), "standard input")
+    made = submit(sqlite, lambda: queue, [piped], Plan())  # type: ignore[arg-type,return-value]
+    assert source_of(sqlite, made) == "standard input"
+
+
+@case("A-q-02")
 def test_a_key_gives_the_same_batch_again(sqlite: Store, queue: Queue, send: Send) -> None:
-    """A-q-02."""
     first = send(prompts(3), key="k")
     again = send(prompts(3), key="k")
     assert (again.batch_id, again.created, again.requests) == (first.batch_id, False, 3)
@@ -274,8 +307,9 @@ def test_objects_are_checked_like_lines(sqlite: Store, send: Send) -> None:
     assert str(caught.value.errors[0]) == "line 2: temperature is NaN, which is no JSON number"
 
 
+@case("A-in-21")
 def test_memory_stays_flat(sqlite: Store, queue: Queue) -> None:
-    """A-in-21: objects are taken as they come; never more than a chunk is waiting."""
+    """Objects are taken as they come; never more than a chunk is waiting."""
     ahead = {"made": 0, "most": 0, "stored": 0}
 
     def objects() -> Iterator[dict[str, Any]]:
