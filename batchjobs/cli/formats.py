@@ -1,21 +1,19 @@
-"""Results in the forms of ``--format``. Each writer takes rows one by one and keeps none of them."""
+"""Results in the forms of ``--format``. Each writer takes requests one by one and keeps none of them, or few."""
 
 from __future__ import annotations
 
 import csv
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from batchjobs.openai_format import is_success, openai_line
 from batchjobs.results import Result, instant, json_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from batchjobs.store import StoredResult
-
-FORMATS = ("jsonl", "openai", "csv", "table")
 
 CSV_COLUMNS = (
     "custom_id",
@@ -40,6 +38,8 @@ CSV_COLUMNS = (
     "version_spans",
 )
 _TABLE_TEXT = 100
+_TABLE_BLOCK = 200
+"""Rows of a table on the screen before its heading comes again."""
 
 
 @dataclass(slots=True)
@@ -50,50 +50,91 @@ class Written:
     left_out: int = 0
 
 
-def write(rows: Iterable[StoredResult], form: str, out: BinaryIO, errors: BinaryIO | None = None) -> Written:
-    """Writes finished requests to ``out``, failures of the OpenAI form to ``errors``."""
-    finished = (row for row in rows if row.completion is not None)
-    writers: dict[str, Callable[[Iterator[StoredResult], BinaryIO, BinaryIO | None], Written]] = {
-        "jsonl": _write_jsonl,
-        "openai": _write_openai,
-        "csv": _write_csv,
-        "table": _write_table,
-    }
-    return writers[form](finished, out, errors)
+class Writer(Protocol):
+    """One file in one form. It is whole once it was closed; after an error it is not closed."""
+
+    def add(self, stored: StoredResult) -> None:
+        """A request that has ended."""
+
+    def close(self) -> None:
+        """Writes what is left to write. The stream stays open for its owner."""
 
 
-def _write_jsonl(rows: Iterator[StoredResult], out: BinaryIO, errors: BinaryIO | None) -> Written:
+def write(
+    rows: Iterable[StoredResult], form: str, out: BinaryIO, errors: BinaryIO | None = None, *, flush: bool = False
+) -> Written:
+    """Writes the requests that have ended, in their order.
+
+    Requests that did not complete go to ``errors`` where that is given; else they stand among the others, except in
+    the openai form, which has no place for them. With ``flush``, each line leaves at once.
+    """
+    answers = _writer(form, out)
+    failures = None if errors is None else _writer(form, errors)
+    elsewhere = failures if failures is not None or form == "openai" else answers
     written = Written()
     for row in rows:
-        out.write(Result.of(row).as_json() + b"\n")
-        written.rows += 1
-    return written
-
-
-def _write_openai(rows: Iterator[StoredResult], out: BinaryIO, errors: BinaryIO | None) -> Written:
-    written = Written()
-    for row in rows:
-        target = out if is_success(row) else errors
-        if target is None:
+        if row.completion is None:
+            continue
+        good = is_success(row)
+        writer = answers if good else elsewhere
+        if writer is None:
             written.left_out += 1
-        else:
-            target.write(openai_line(row) + b"\n")
-            written.rows += 1
+            continue
+        writer.add(row)
+        written.rows += 1
+        if flush:
+            (out if good or errors is None else errors).flush()
+    answers.close()
+    if failures is not None:
+        failures.close()
     return written
 
 
-def _write_csv(rows: Iterator[StoredResult], out: BinaryIO, errors: BinaryIO | None) -> Written:
-    written = Written()
-    stream = io.TextIOWrapper(out, encoding="utf-8", newline="", write_through=True)
-    try:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(CSV_COLUMNS)
-        for row in rows:
-            writer.writerow(_csv_row(Result.of(row)))
-            written.rows += 1
-    finally:
-        stream.detach()  # the file below stays open for its owner
-    return written
+def _writer(form: str, out: BinaryIO) -> Writer:
+    if form == "parquet":
+        from batchjobs.cli.parquet import ParquetWriter
+
+        return ParquetWriter(out)
+    if form == "jsonl":
+        return _LineWriter(out, lambda row: Result.of(row).as_json())
+    if form == "openai":
+        return _LineWriter(out, openai_line)
+    return _CsvWriter(out) if form == "csv" else _TableWriter()
+
+
+class _LineWriter:
+    def __init__(self, out: BinaryIO, line: Callable[[StoredResult], bytes]) -> None:
+        self._out = out
+        self._line = line
+
+    def add(self, stored: StoredResult) -> None:
+        self._out.write(self._line(stored) + b"\n")
+
+    def close(self) -> None:
+        pass
+
+
+class _CsvWriter:
+    """Cells are exactly what is stored. All that ends a line for some reader is inside of quotes."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._line = io.StringIO(newline="")
+        # With this line end, the csv module quotes cells with a CR too; the line that is written ends at LF.
+        self._csv = csv.writer(self._line, lineterminator="\r\n")
+        self._write(CSV_COLUMNS)
+
+    def add(self, stored: StoredResult) -> None:
+        self._write(_csv_row(Result.of(stored)))
+
+    def close(self) -> None:
+        pass
+
+    def _write(self, cells: Iterable[object]) -> None:
+        self._csv.writerow(cells)
+        self._out.write(self._line.getvalue()[:-2].encode() + b"\n")
+        self._line.seek(0)
+        self._line.truncate()
 
 
 def _csv_row(result: Result) -> list[object]:
@@ -111,28 +152,43 @@ def _csv_row(result: Result) -> list[object]:
     return [values[name] for name in CSV_COLUMNS]
 
 
-def _write_table(rows: Iterator[StoredResult], out: BinaryIO, errors: BinaryIO | None) -> Written:
-    from batchjobs.cli.console import print_table
+class _TableWriter:
+    """Tables on stdout, each of so many rows that its widths are known before it is printed."""
+
+    _COLUMNS = ("index", "custom_id", "status", "finish", "tokens", "text or error")
+
+    def __init__(self) -> None:
+        self._block: list[tuple[object, ...]] = []
+        self._printed = False
+
+    def add(self, stored: StoredResult) -> None:
+        self._block.append(_table_row(Result.of(stored)))
+        if len(self._block) == _TABLE_BLOCK:
+            self._print()
+
+    def close(self) -> None:
+        if self._block or not self._printed:
+            self._print()
+
+    def _print(self) -> None:
+        from batchjobs.cli.console import print_table
+
+        print_table(self._COLUMNS, self._block, right=("index", "tokens"), whole=("custom_id",))
+        self._block.clear()
+        self._printed = True
+
+
+def _table_row(result: Result) -> tuple[object, ...]:
     from batchjobs.text import shortened
 
-    written = Written()
-
-    def cells() -> Iterator[tuple[object, ...]]:
-        for row in rows:
-            result = Result.of(row)
-            said = result.error.message if result.error else result.text
-            if result.n > 1 and not result.error:
-                said = f"(1 of {len(result.choices)}) {said}"
-            written.rows += 1
-            yield (
-                result.index,
-                shortened(result.custom_id, 40),
-                result.status,
-                result.finish_reason,
-                result.completion_tokens,
-                shortened(said, _TABLE_TEXT),
-            )
-
-    columns = ("index", "custom_id", "status", "finish", "tokens", "text or error")
-    print_table(columns, cells(), right=("index", "tokens"), whole=("custom_id",))
-    return written
+    said = result.error.message if result.error else result.text
+    if result.n > 1 and not result.error:
+        said = f"(1 of {len(result.choices)}) {said}"
+    return (
+        result.index,
+        shortened(result.custom_id, 40),
+        result.status,
+        result.finish_reason,
+        result.completion_tokens,
+        shortened(said, _TABLE_TEXT),
+    )

@@ -43,12 +43,16 @@ class OutputFile(click.Path):
         return None if value == "-" else super().convert(value, param, ctx)
 
 
-class FailuresFile(OutputFile):
-    """A file of its own: failures never mix with the answers on stdout."""
+class NamedFile(OutputFile):
+    """A file of its own: what goes there never mixes with other things on stdout."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "-":
-            self.fail("failures need a file of their own; name one", param, ctx)
+            self.fail(f"{self._what}; name one", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -99,13 +103,19 @@ _OUTPUT = (
     click.option(
         "--format",
         "form",
-        type=click.Choice(["jsonl", "openai", "csv", "table"]),
+        type=click.Choice(["jsonl", "openai", "csv", "parquet", "table"]),
         default="jsonl",
-        help="Default: jsonl.",
+        help="jsonl (default): flat lines with everything. openai: lines of the Batch API. csv: no token lists. "
+        "parquet: everything, typed. table: for the screen.",
     ),
     click.option("-o", "--output", "target", type=OutputFile(), help="File to write; default: stdout, also -."),
-    click.option("--errors", type=FailuresFile(), help="File for failures, with --format openai."),
-    click.option("--force", is_flag=True, help="Replace existing output files."),
+    click.option(
+        "--errors",
+        type=NamedFile("failures need a file of their own"),
+        help="File for the requests that did not complete, in the same form; without it they stand among the answers "
+        "(openai: are left out).",
+    ),
+    click.option("--force", is_flag=True, help="Replace output files that exist, but never the input."),
 )
 
 

@@ -51,14 +51,16 @@ def run_command(ctx: click.Context, /, file: str, redo: bool, on_invalid: str, *
     like: the same command goes on where it stopped, and prints the results at once when there is nothing left to do.
     Exit code 5 when some requests failed.
     """
-    from batchjobs.cli.results import check_output, write_results
+    from batchjobs.cli.results import check_output, refuse_database, write_results
 
     form, target, errors, force = (options.pop(name) for name in ("form", "target", "errors", "force"))
     defaults = defaults_from(options)
     # Output that exists is compared at the end: it may be what this same command wrote before.
-    check_output(form, target, errors, force=True, inputs=() if file == "-" else (Path(file),))
+    check_output(form, target, errors, inputs=() if file == "-" else (Path(file),))
     name = _model_name(ctx, options)
     with open_client(ctx, **{**options, "model": name}) as client, closing(_opened(file)) as source:
+        for path in filter(None, (target, errors)):
+            refuse_database(client, path)
         plan = _plan(name, file, client, defaults, on_invalid)
         try:
             info = _submitted(client, source, plan, redo, () if force else (target, errors))

@@ -17,6 +17,7 @@
 | isolation | requests that kill their workers are parted from the others |
 | retrying | failed requests run again |
 | reading | results as a stream, single requests, free queries |
+| extract | one batch in a SQLite file of its own |
 | workers | workers, their clocks and model versions |
 """
 

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from batchjobs.clock import database_seconds
 from batchjobs.errors import NotFound
 from batchjobs.store.conditions import in_range
+from batchjobs.store.extract import extract
 from batchjobs.store.free_query import run_free_query
 from batchjobs.store.part import Part, known
 from batchjobs.store.records import StoredResult
@@ -25,6 +26,7 @@ from batchjobs.types import MAX_CHOICES, RequestStatus
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from datetime import datetime
+    from pathlib import Path
 
     from sqlalchemy.engine import Connection, Row
 
@@ -32,6 +34,8 @@ PAGE_ROWS = 500
 PAGE_BYTES = 8 * 2**20
 _FIRST_PAGE_ROWS = 50
 """How long the rows are is only known after the first page."""
+_WEIGHED_ROWS = 50
+"""How many of the rows of a page are looked at for that."""
 
 
 class ReadingPart(Part):
@@ -106,6 +110,27 @@ class ReadingPart(Part):
             raise NotFound(f"batch {batch_id!r} has no request {custom_id!r}")
         return self.result(batch_id, index)
 
+    def batch_source_files(self, batch_id: str) -> list[str]:
+        """The paths of the files that a batch was submitted from, as far as they are known. Raises NotFound."""
+        with self._database.reading() as connection:
+            query = sa.select(batches.c.source).where(batches.c.id == known("batch", batch_id))
+            found = connection.execute(query).first()
+        if found is None:
+            raise NotFound(f"no batch {batch_id!r}")
+        return found.source.split("\n") if found.source else []
+
+    def own_files(self) -> list[str]:
+        """The paths of the files that the database itself consists of; none of a server's."""
+        if not self._database.is_sqlite:
+            return []
+        file = str(self._database.engine.url.database)
+        return [file, f"{file}-wal", f"{file}-shm"]
+
+    def extract_batch(self, batch_id: str, file: Path) -> int:
+        """Fills an empty file with a SQLite database of this batch alone; see :mod:`batchjobs.store.extract`. Returns
+        the number of its requests. Raises NotFound, or OSError where the file cannot be written."""
+        return extract(self._database, known("batch", batch_id), file)
+
     def select(
         self, sql: str, limit: int | None = 1000, *, timeout_seconds: float = 60.0
     ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
@@ -174,9 +199,11 @@ def _state(request: Row[Any], choices: Sequence[Row[Any]], live: Collection[int]
 
 
 def _rows_in_a_page(page: Sequence[_Found]) -> int:
-    rows = [row for found in page for row in (found.request, *found.completions)]
+    """How many rows of the same size as these make a page."""
+    some = page[:: 1 + len(page) // _WEIGHED_ROWS]
+    rows = [row for found in some for row in (found.request, *found.completions)]
     size = sum(len(value) for row in rows for value in row if isinstance(value, str))
-    return max(1, min(PAGE_ROWS, PAGE_BYTES * len(page) // size))
+    return max(1, min(PAGE_ROWS, PAGE_BYTES * len(some) // size))
 
 
 _IN_BATCH = requests.c.batch_id == sa.bindparam("batch")

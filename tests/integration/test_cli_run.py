@@ -14,6 +14,7 @@ from batchjobs.cli import main
 from batchjobs.cli.progress import BatchProgress
 from batchjobs.client import Client
 from tests.support import stub_worker
+from tests.support.cases import case
 from tests.support.stub_engine import expected_text
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ def test_run_answers_and_running_again_prints_at_once(monkeypatch: pytest.Monkey
     assert len(batches()) == 1
 
 
+@case("A-out-02")
 def test_an_interrupted_run_goes_on_and_generates_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A-out-02: what is finished stays, and only the rest is made."""
+    """What is finished stays, and only the rest is made."""
     write("in.jsonl", *(f"prompt {number}" for number in range(6)), max_tokens=2)
     Path("in.jsonl").write_text(
         Path("in.jsonl").read_text() + '{"prompt":"long","max_tokens":100000,"temperature":0}\n'
@@ -168,8 +170,8 @@ def test_bad_lines_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batches() == []
 
 
+@case("A-out-03")
 def test_output_over_something_else_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A-out-03."""
     no_worker(monkeypatch)
     Path("precious").write_text("x")
     Path("link").symlink_to("in.jsonl")

@@ -26,6 +26,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.store import Store
 from batchjobs.types import Priority, RequestStatus
 from tests.support.batches import answer, claim, request, submit
+from tests.support.cases import case
 from tests.support.redis import RedisServer
 from tests.support.running import (
     completions,
@@ -238,8 +239,8 @@ def test_a_keyed_submission_of_standard_input_says_what_is_full(settings: Settin
 
 
 @sqlite
+@case("A-out-04")
 def test_results_on_a_full_disk_leave_the_old_file(settings: Settings, store: Store, tmp_path: Path) -> None:
-    """A-out-04."""
     batch_id = submit(store, 1000, shard_size=1000)
     lease = claim(store, batch_id)
     store.record([(lease, answer(index, tokens=50)) for index in range(1000)])
@@ -261,8 +262,8 @@ def test_results_on_a_full_disk_leave_the_old_file(settings: Settings, store: St
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @sqlite
+@case("A-out-04")
 def test_results_to_a_standard_output_that_is_full(settings: Settings, store: Store) -> None:
-    """A-out-04."""
     batch_id = submit(store, 4)
     lease = claim(store, batch_id)
     store.record([(lease, answer(index)) for index in range(4)])

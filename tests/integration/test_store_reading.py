@@ -11,6 +11,7 @@ import pytest
 from batchjobs.errors import LineError, NotFound, UsageError
 from batchjobs.types import RequestStatus
 from tests.support.batches import GONE, answer, claim, create, failure, finish, request, submit
+from tests.support.cases import case
 
 if TYPE_CHECKING:
     from batchjobs.store import Store
@@ -99,6 +100,7 @@ class TestSingleRequests:
             store.result(batch_id, index)
 
     @pytest.mark.parametrize("custom_id", ["", "request", "request-%", "REQUEST-1", "request-1\0"])
+    @case("A-cli-04")
     def test_unknown_custom_id(self, store: Store, custom_id: str) -> None:
         batch_id = submit(store, 3)
         with pytest.raises(NotFound):

@@ -10,16 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 
 from batchjobs.cli.console import print_table
-from batchjobs.cli.files import output
+from batchjobs.cli.files import check_target, output
 from batchjobs.errors import UsageError
 from batchjobs.types import FinishReason, PromptScores, RequestStatus, VersionSpan
 from tests.support.answers import answer, answer_all, failure
+from tests.support.cases import case
 from tests.support.command_line import CommandLine, command_line
+from tests.support.odd_answers import odd_batch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from batchjobs.types import Completion, Request
 
 __all__ = ["command_line"]
@@ -178,8 +184,9 @@ SPANS = (
 )
 
 
+@case("A-eng-04")
 def test_every_form_says_which_version_drew_which_tokens(command_line: CommandLine) -> None:
-    """A-eng-04: an answer of two versions is marked, with the token at which they changed."""
+    """An answer of two versions is marked, with the token at which they changed."""
     batch = command_line.submit({"prompt": "Hi"}, {"prompt": "Ho"})
     store = command_line.store()
     answer_all(
@@ -211,8 +218,8 @@ def test_every_form_says_which_version_drew_which_tokens(command_line: CommandLi
     assert command_line.json("show", f"{batch}/0")["version_spans"] == written
 
 
+@case("A-sp-09")
 def test_prompt_scores_are_there_where_they_were_asked_for(command_line: CommandLine) -> None:
-    """A-sp-09."""
     batch = command_line.submit({"prompt": "Hi", "echo": True, "logprobs": 1, "max_tokens": 0})
     store = command_line.store()
     answer_all(store, batch, lambda request: replace(answer(request, ""), text="Hi", prompt_scores=SCORES))
@@ -226,8 +233,8 @@ def test_prompt_scores_are_there_where_they_were_asked_for(command_line: Command
     assert '1 "i" 105 -0.7500 "i" -0.75' in shown
 
 
+@case("A-out-01", "A-out-02")
 def test_results_are_in_input_order_and_readable_while_the_batch_runs(command_line: CommandLine) -> None:
-    """A-out-01, A-out-02."""
     batch = command_line.submit(*({"prompt": str(number)} for number in range(6)), options=("--shard-size", 2))
     assert command_line.run("results", batch).stdout == ""
     store = command_line.store()
@@ -240,8 +247,8 @@ def test_results_are_in_input_order_and_readable_while_the_batch_runs(command_li
     assert done.stderr == "note: the batch is running; 2 requests had not ended\n"
 
 
+@case("A-out-05")
 def test_openai_form_puts_failures_into_their_own_file(command_line: CommandLine, tmp_path: Path) -> None:
-    """A-out-05."""
     chat = {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "Hi"}]}}
     batch = answered(
         command_line, {"custom_id": "a", **chat}, {"custom_id": "b", "prompt": "fail"}, {"prompt": "cancel"}
@@ -268,11 +275,69 @@ def test_csv_has_the_single_values(command_line: CommandLine) -> None:
     assert table[0]["finished_at"].endswith("Z")
 
 
+@case("A-out-05")
+@pytest.mark.parametrize("form", ["jsonl", "openai", "csv", "parquet"])
+def test_failures_may_have_a_file_of_their_own_in_every_form(
+    command_line: CommandLine, tmp_path: Path, form: str
+) -> None:
+    """What did not complete is there and nowhere else, in the same form and order."""
+    batch = answered(command_line, {"prompt": "a"}, {"prompt": "fail"}, {"prompt": "cancel"}, {"prompt": "b"})
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    assert command_line.run("results", batch, "--format", form, "-o", out, "--errors", errors).output == ""
+    assert [row["custom_id"] for row in read(form, out)] == ["request-0", "request-3"]
+    assert [row["custom_id"] for row in read(form, errors)] == ["request-1", "request-2"]
+    assert list(read(form, errors)[0]) == list(read(form, out)[0])
+    whole = answered(command_line, {"prompt": "a"})
+    command_line.out("results", whole, "--format", form, "-o", out, "--errors", errors, "--force")
+    assert (len(read(form, out)), read(form, errors)) == (1, [])
+
+
+def read(form: str, file: Path) -> list[dict[str, Any]]:
+    if form == "parquet":
+        found: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+        return found
+    text = file.read_bytes().decode()
+    return list(csv.DictReader(io.StringIO(text, newline=""))) if form == "csv" else rows(text)
+
+
+def test_csv_is_read_back_exactly_by_others(command_line: CommandLine, tmp_path: Path) -> None:
+    """Cells are what is stored, also where a spreadsheet would take them for formulas; a NUL cannot be in them."""
+    store = command_line.store()
+    batch = odd_batch(store)
+    store.close()
+    flat = rows(command_line.out("results", batch))
+    wanted = [(row["custom_id"], row["text"], row["error"]["message"] if row["error"] else "") for row in flat]
+    assert [text for _, text, _ in wanted][6:] == ["=1+1", "+1", "-1", "@SUM(A1)"]
+    made = command_line.run("results", batch, "--format", "csv").stdout_bytes
+    assert b"\0" not in made
+    read_back = list(csv.DictReader(io.StringIO(made.decode(), newline="")))
+    assert [(row["custom_id"], row["text"], row["error_message"]) for row in read_back] == wanted
+    table = pyarrow.csv.read_csv(
+        io.BytesIO(made),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(column_types={"text": "string", "error_message": "string"}),
+    )
+    columns = [table[name].to_pylist() for name in ("custom_id", "text", "error_message")]
+    assert list(zip(*columns, strict=True)) == wanted
+    assert table["finished_at"].type == pyarrow.timestamp("ns", tz="UTC")
+
+
 def test_table_is_for_the_screen(command_line: CommandLine) -> None:
     batch = answered(command_line, {"prompt": "Hello"}, {"prompt": "fail"})
     shown = command_line.out("results", batch, "--format", "table")
     assert "Hello" in shown
     assert "too long" in shown
+
+
+def test_a_long_table_comes_in_blocks(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all rows are kept until the last one is there."""
+    monkeypatch.setattr("batchjobs.cli.formats._TABLE_BLOCK", 2)
+    batch = answered(command_line, *({"prompt": "a"} for _ in range(5)))
+    shown = command_line.out("results", batch, "--format", "table").splitlines()
+    assert [line.split()[0] for line in shown if "request-" in line] == list("01234")
+    assert sum(line.startswith("index") for line in shown) == 3
+    empty = command_line.submit({"prompt": "a"})
+    assert command_line.out("results", empty, "--format", "table").split()[:2] == ["index", "custom_id"]
 
 
 def test_ids_and_numbers_are_whole_on_narrow_terminals(
@@ -302,13 +367,18 @@ def test_tables_fit_and_say_what_was_shortened(
     assert " ".join(line[12:].strip() for line in folded) == "a text that is too long"
 
 
-def test_crlf_input_leaves_no_carriage_return(command_line: CommandLine) -> None:
-    """A-in-07."""
+@case("A-in-07")
+def test_crlf_input_leaves_no_carriage_return(command_line: CommandLine, tmp_path: Path) -> None:
     batch = command_line.out("submit", "-", stdin=b'{"custom_id":"7","prompt":"b"}\r\n').strip()
     command_line.out("cancel", batch, "--yes")
-    shown = command_line.run("results", batch).stdout_bytes
-    assert b"\r" not in shown
-    assert b"\\r" not in shown
+    for form in ("jsonl", "csv", "openai"):
+        command_line.out(
+            "results", batch, "--format", form, "-o", tmp_path / "o", "--errors", tmp_path / form, "--force"
+        )
+        written = (tmp_path / "o").read_bytes() + (tmp_path / form).read_bytes()
+        assert b"7" in written
+        assert b"\r" not in written
+        assert b"\\r" not in written
 
 
 # ---------------------------------------------------------------------------------------------------------- files
@@ -323,8 +393,8 @@ def test_a_dash_is_stdout_for_answers_only(command_line: CommandLine, tmp_path: 
     assert not (tmp_path / "-").exists()
 
 
+@case("A-out-03", "A-out-04")
 def test_an_existing_file_needs_force(command_line: CommandLine, tmp_path: Path) -> None:
-    """A-out-03, A-out-04."""
     batch = answered(command_line, {"prompt": "a"})
     target = tmp_path / "out.jsonl"
     target.write_text("precious")
@@ -336,12 +406,88 @@ def test_an_existing_file_needs_force(command_line: CommandLine, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out.jsonl"]
 
 
+@case("A-out-03")
+def test_nothing_goes_over_the_input_or_the_database(command_line: CommandLine, tmp_path: Path) -> None:
+    """By whatever name, and not even with --force."""
+    source, link, same = tmp_path / "in.jsonl", tmp_path / "link", tmp_path / "same"
+    source.write_text('{"prompt":"a"}\n')
+    link.symlink_to("in.jsonl")
+    same.hardlink_to(source)
+    batch = command_line.out("submit", source).strip()
+    for target in (source, "./in.jsonl", link, same):
+        for options in (("-o", target), ("--errors", target), ("--sqlite", target)):
+            refused = command_line.run("results", batch, *options, "--force")
+            assert refused.exit_code == 2
+            said = f"batchjobs: {Path(target)} is the input file; choose another name for the output\n"
+            assert refused.stderr == said
+    own = command_line.home / "batchjobs.sqlite3"
+    for option in ("-o", "--sqlite"):
+        refused = command_line.run("results", batch, option, own, "--force")
+        assert refused.exit_code == 2
+        assert "is the database of batchjobs; choose another name" in refused.stderr
+    assert source.read_text() == same.read_text() == '{"prompt":"a"}\n'
+    assert command_line.json("status", batch)["counts"]["total"] == 1
+
+
+def test_a_batch_in_a_database_of_its_own(command_line: CommandLine, tmp_path: Path) -> None:
+    store = command_line.store()
+    batch = odd_batch(store)
+    store.close()
+    answered(command_line, {"prompt": "of another batch"})
+    copy = tmp_path / "copy.db"
+    done = command_line.run("results", batch, "--sqlite", copy)
+    assert (done.exit_code, done.output) == (0, "note: the batch is running; 1 request had not ended\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.db", "home"]
+    wanted = command_line.out("results", batch)
+    of_copy = ("--database-url", f"sqlite:///{copy}")
+    assert command_line.run(*of_copy, "results", batch).stdout == wanted
+    assert [listed["id"] for listed in command_line.json_lines(*of_copy, "list")] == [batch]
+    again = command_line.run("results", batch, "--sqlite", copy)
+    assert (again.exit_code, again.stderr) == (2, f"batchjobs: {copy} exists already; --force replaces it\n")
+    assert command_line.run("results", batch, "--sqlite", copy, "--force").exit_code == 0
+    (tmp_path / "copy.db-wal").touch()
+    is_open = command_line.run("results", batch, "--sqlite", copy, "--force")
+    assert is_open.exit_code == 2
+    assert "seems to be open in another program (copy.db-wal is beside it); close that" in is_open.stderr
+
+
+def test_a_folder_without_permission_is_named(tmp_path: Path, unprivileged: None) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(UsageError, match=f"the folder {tmp_path} cannot be written; change its permissions"):
+        check_target(tmp_path / "out", force=False)
+    tmp_path.chmod(0o755)
+
+
+@pytest.fixture
+def unprivileged(tmp_path: Path) -> Iterator[None]:
+    """The test is done as a user who is not allowed everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    os.chown(tmp_path, 65534, 65534)
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("-o", "."), "is a folder"),
         (("-o", "none/out"), "does not exist; create it first"),
-        (("--errors", "e"), "--errors goes with --format openai"),
+        (("--format", "table", "--errors", "e"), "shows failures too; leave out --errors"),
+        (("--format", "table", "--follow"), "use --follow with jsonl, openai or csv"),
+        (("-o", "x", "--errors", "./x"), "name the same file"),
+        (("--sqlite", "-"), "a database needs a file of its own; name one"),
+        (("--sqlite", "x.db", "-o", "x"), "leave out --output"),
+        (("--sqlite", "x.db", "--format", "jsonl"), "leave out --format"),
+        (("--sqlite", "x.db", "--json"), "leave out --json"),
+        (("--sqlite", "x.db", "--errors", "e"), "leave out --errors"),
+        (("--sqlite", "x.db", "--follow"), "leave out --follow"),
+        (("--sqlite", "/dev/null"), "/dev/null is no plain file; a database needs one"),
+        (("--sqlite", "none/out"), "does not exist; create it first"),
         (("--format", "openai", "-o", "x", "--errors", "x"), "name the same file"),
         (("--format", "table", "-o", "x"), "--format table is for the screen"),
     ],
@@ -352,8 +498,9 @@ def test_outputs_that_cannot_be(command_line: CommandLine, options: tuple[str, .
     assert message in done.stderr
 
 
+@case("A-out-04")
 def test_a_failure_half_way_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    """A-out-04: disk full, Ctrl-C or a crash."""
+    """Disk full, Ctrl-C or a crash."""
     target = tmp_path / "out"
     target.write_text("old")
 
@@ -392,6 +539,13 @@ def test_devices_are_written_not_replaced(tmp_path: Path) -> None:
     with output(Path("/dev/null")) as stream:
         stream.write(b"x")
     assert not Path("/dev/null").is_file()
+
+
+def test_null_may_be_named_twice_and_nothing_stays(command_line: CommandLine, tmp_path: Path) -> None:
+    batch = answered(command_line, {"prompt": "a"}, {"prompt": "fail"})
+    done = command_line.run("results", batch, "-o", "/dev/null", "--errors", "/dev/null")
+    assert (done.exit_code, done.output) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_equal_content_is_left_alone_and_other_content_refused(tmp_path: Path) -> None:
