@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import sys
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from batchjobs.cli.console import complain, out, out_json, print_table, say
 from batchjobs.cli.options import Text, as_json, open_client, settings_of
+from batchjobs.errors import UsageError
+from batchjobs.folders import own_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from batchjobs.settings import Settings
 
@@ -78,36 +85,77 @@ def _prepared(ctx: click.Context) -> Settings:
     """The settings, with the folder of an embedded database in place."""
     settings = settings_of(ctx)
     if settings.database_url is None:
-        settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(settings.home)
     return settings
 
 
 @click.command("sql")
 @click.argument("query", type=Text())
+@click.option("--limit", type=click.IntRange(1), help=f"Rows at most; default: {_TABLE_ROWS:,} in a table, else all.")
+@click.option("--csv", "as_csv", is_flag=True, help="CSV on stdout, with a line of names.")
 @click.option(
-    "--limit", type=click.IntRange(1), help=f"Rows at most; default: {_TABLE_ROWS:,} in a table, all as JSON."
+    "--timeout",
+    type=click.FloatRange(0.001, 10**6),
+    default=60.0,
+    help="Seconds the database may take until the next rows; default: 60.",
 )
 @as_json
 @click.pass_context
-def sql_command(ctx: click.Context, query: str, limit: int | None, as_json: bool) -> None:
+def sql_command(ctx: click.Context, query: str, limit: int | None, as_csv: bool, timeout: float, as_json: bool) -> None:
     """Run QUERY against the database, which cannot change anything.
 
-    For instance: batchjobs sql "select status, count(*) from completions group by status"
+    QUERY is a statement, @FILE for one in a file, or - for one on standard input. For instance:
+
+    batchjobs sql "select status, count(*) from completions group by status"
     """
+    if as_csv and as_json:
+        raise click.UsageError("--csv and --json exclude each other; choose one")
+    query = _statement(query)
+    in_a_table = not as_csv and not as_json
+    # One row more than is shown tells whether there are more.
+    shown = limit or (_TABLE_ROWS if in_a_table else None)
     with open_client(ctx) as client:
-        if as_json:
-            columns, rows = client.store.select(query, limit)
-            names = _distinct(columns)
-            for row in rows:
-                out_json(dict(zip(names, row, strict=True)))
-            return
-        # One row more than is shown tells whether there are more.
-        shown = limit or _TABLE_ROWS
-        columns, rows = client.store.select(query, shown + 1)
-        found = list(rows)
-    print_table(columns, found[:shown])
-    if len(found) > shown:
+        columns, rows = client.store.select(query, shown + 1 if shown else None, timeout_seconds=timeout)
+        if in_a_table:
+            print_table(columns, list(islice(rows, shown)))
+        else:
+            (_write_csv if as_csv else _write_json)(columns, islice(rows, shown))
+        is_cut = next(rows, None) is not None
+    if is_cut and in_a_table:
         say(f"only the first {shown:,} rows; --limit shows more")
+
+
+def _statement(given: str) -> str:
+    """The query itself, or what the file or standard input holds."""
+    if given != "-" and not given.startswith("@"):
+        return given
+    try:
+        return sys.stdin.buffer.read().decode() if given == "-" else Path(given[1:]).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{given.removeprefix('@')}: the query is not valid UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{given[1:]}: {error.strerror}; name a file that holds one query") from None
+
+
+def _write_json(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    from batchjobs.results import json_line
+
+    names = _distinct(columns)
+    for row in rows:
+        sys.stdout.buffer.write(json_line(dict(zip(names, row, strict=True))) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _write_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """NULL is an empty cell. Texts stay exactly as they are."""
+    stream = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="")
+    try:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+        stream.flush()
+    finally:
+        stream.detach()  # stdout stays open
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

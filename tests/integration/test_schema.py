@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +187,32 @@ class TestUpgrading:
         store.close()
         schema.upgrade(empty_database_url)
         assert schema.check(empty_database_url) == []
+
+    def test_the_views_of_the_fourth_revision_show_what_they_showed(self, empty_database_url: str) -> None:
+        migrate(empty_database_url, command.upgrade, "0004")
+        store = Store(empty_database_url)
+        batch_id = submit(store, 10, shard_size=2)
+        lease = claim(store, batch_id)
+        store.record([(lease, answer(0)), (lease, replace(failure(0), choice=1)), (lease, answer(1, tokens=300))])
+        claim(store, batch_id, 1)
+        crash(store, batch_id, 2, times=2)
+        crash(store, batch_id, 3)
+        assert store.isolate().split == 1
+        [(alone,)] = select(store, "SELECT max(shard_no) FROM shards")
+        claim(store, batch_id, alone)
+        views = [
+            f'SELECT * FROM {view} ORDER BY batch_id, "index", {order}'
+            for view, order in (("results", "custom_id"), ("completion_tokens", "choice, position"))
+        ]
+        shown = [select(store, each) for each in views]
+        assert Counter(row[3] for row in shown[0]) == {"failed": 1, "completed": 1, "running": 3, "queued": 5}
+        assert len(shown[1]) == 303
+        store.close()
+        for step, revision in ((command.upgrade, "head"), (command.downgrade, "0004")):
+            migrate(empty_database_url, step, revision)
+            store = Store(empty_database_url)
+            assert [select(store, each) for each in views] == shown
+            store.close()
 
     def test_a_migration_that_fails_leaves_nothing(
         self, empty_database_url: str, monkeypatch: pytest.MonkeyPatch
@@ -409,6 +437,12 @@ class TestPlans:
                 lambda store, batch_id: read(store, f"SELECT state FROM results WHERE batch_id = '{batch_id}'"),
                 r"x USING INDEX ix_shards_single \(batch_id=\? AND first_index=\?\)",
             ),
+            (
+                lambda store, batch_id: read(
+                    store, f"SELECT token FROM completion_tokens WHERE batch_id = '{batch_id}' AND \"index\" = 1"
+                ),
+                r"c USING INDEX sqlite_autoindex_completions_1 \(batch_id=\? AND index=\?\)",
+            ),
         ],
     )
     def test_on_sqlite(self, tmp_path: Path, call, table: str) -> None:
@@ -425,3 +459,40 @@ class TestPlans:
         call(store, batch_id)
         assert any(re.match(f"(SEARCH|SCAN) {table}", step) for step in plans), plans
         store.close()
+
+    def test_results_on_postgresql(self, postgres_server) -> None:
+        """Nothing is made that nobody asked for, and no plan joins requests and completions each with each, which is
+        what the planner would do for as long as it knows nothing of a new batch."""
+        url = postgres_server.create_database(migrated=True)
+        database = Database(url)
+        query = """SELECT custom_id, text FROM results WHERE batch_id = 'B' ORDER BY "index" LIMIT 10"""
+        with database.reading() as connection:
+            plan = "\n".join(row[0] for row in connection.exec_driver_sql(f"EXPLAIN {query}"))
+        database.close()
+        postgres_server.drop_database(url)
+        assert "Subquery Scan on results" not in plan
+        assert "Join Filter" not in plan
+        assert "status" not in plan
+        key = r"Index Cond: \(\(batch_id = r.batch_id\) AND \(index = r.index\) AND \(choice = 0\)\)"
+        assert re.search(rf"Index Scan using pk_completions on completions \w+ .*\n\s+{key}", plan), plan
+
+    def test_logprobs_of_a_long_answer_take_no_longer_than_their_array(self, tmp_path: Path) -> None:
+        """On SQLite each token would cost a walk along the whole array: a hundred times the time of this one."""
+        store = Store(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+        store.prepare()
+        store.record([(claim(store, submit(store, 1)), answer(0, tokens=20_000))])
+        array, view = (
+            min(seconds_of(store, query) for _ in range(3))
+            for query in (
+                "SELECT sum(t.value) FROM completions c, json_each(c.logprobs) t",
+                "SELECT sum(logprob) FROM completion_tokens",
+            )
+        )
+        store.close()
+        assert view < 20 * array
+
+
+def seconds_of(store: Store, query: str) -> float:
+    begun = time.perf_counter()
+    assert select(store, query) == [(-0.5 * sum(range(20_000)),)]
+    return time.perf_counter() - begun
