@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchjobs.aio import AsyncBatch, AsyncClient
     from batchjobs.client import Batch, Client
     from batchjobs.errors import (
         BatchjobsError,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AsyncBatch",
+    "AsyncClient",
     "Batch",
     "BatchInfo",
     "BatchStatus",
@@ -79,6 +82,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "aio": ("AsyncBatch", "AsyncClient"),
     "client": ("Batch", "Client"),
     "errors": (
         "BatchjobsError",

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchjobs.connections import connect_queue, connect_store
 from batchjobs.control import Control
 from batchjobs.errors import BatchjobsError, UsageError
+from batchjobs.fields import listed
+from batchjobs.following import follow_results
 from batchjobs.inputs import Submittable, open_source
 from batchjobs.models import asked_for
 from batchjobs.results import Result
@@ -86,12 +89,15 @@ class Client(Control):
         shard_size: int | None = None,
         system: str | None = None,
         model_version: str | None = None,
+        progress: Callable[[int], None] | None = None,
         **defaults: Any,
     ) -> Batch:
         """Checks, stores and queues a batch.
 
         Args:
-            source: A path, an open file, or an iterable of dicts with the fields of an input line.
+            source: A path, an open file, or an iterable of dicts with the fields of an input line. Files and iterables
+                of any length are read as a stream: memory stays flat. (With ``key``, an iterable is first written to a
+                temporary file.)
             model: The model that the batch asks for: only workers with it take the batch; default: the setting.
             name: Shown in lists.
             queue: ``high``, ``default`` or ``low``; default: the setting.
@@ -100,11 +106,14 @@ class Client(Control):
             shard_size: Requests in one entry of the queue; default: the setting.
             system: A system message for chats without one.
             model_version: The only version of a model that may answer lines that name none, such as ``sha256:…``.
+            progress: Called now and then with the number of requests stored so far. What it raises ends the
+                submission, of which nothing stays; with ``key``, the same submission later finishes it.
             defaults: Sampling fields for lines that lack them: ``max_tokens=256, temperature=0``.
 
         Raises:
             InvalidInput: Lines were refused and nothing was stored; ``errors`` has them all.
             KeyConflict: ``key`` was used for other content.
+            UsageError: An argument is wrong, there are no requests, or the file cannot be read.
             ConnectionFailed: The database cannot be reached. (An unreachable queue is a warning only.)
         """
         if on_invalid not in ("reject", "skip"):
@@ -118,7 +127,7 @@ class Client(Control):
             shard_size=shard_size or self.settings.shard_size,
             defaults=Defaults({k: v for k, v in defaults.items() if v is not None}, system, model_version),
         )
-        made = submit(self.store, lambda: self.queue, [open_source(source)], plan)
+        made = submit(self.store, lambda: self.queue, [open_source(source)], plan, progress or (lambda stored: None))
         if made.warning is not None:
             warnings.warn(made.warning, stacklevel=2)
         return Batch(self, made.batch_id)
@@ -131,6 +140,22 @@ class Client(Control):
     def batches(self, limit: int = 50) -> list[BatchInfo]:
         """The newest batches first."""
         return self.store.batches(limit)
+
+    def query(self, sql: str, *, limit: int | None = None, timeout_seconds: float = 60.0) -> Iterator[dict[str, Any]]:
+        """The rows of one SELECT, as dicts by column, streamed. ``docs/sql.md`` has the tables and views.
+
+        Args:
+            sql: One statement. It can read everything and change nothing.
+            limit: Rows at most; None gives all.
+            timeout_seconds: How long the database may work on it.
+
+        Raises:
+            UsageError: The statement is wrong, would write, takes too long, or gives two columns one name.
+        """
+        names, rows = self.store.select(sql, limit, timeout_seconds=timeout_seconds)
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise UsageError(f"the query gives several columns one name: {listed(twice)}; name them apart with AS")
+        return (dict(zip(names, row, strict=True)) for row in rows)
 
     def workers(self) -> list[WorkerRow]:
         """Workers that live, and those that ended or fell silent lately. The state of one that is cut off from the
@@ -177,7 +202,7 @@ class Batch:
     """One submission. Everything is read afresh from the store each time."""
 
     def __init__(self, client: Client, batch_id: str) -> None:
-        self._client = client
+        self.client = client
         self.id = batch_id
 
     def __repr__(self) -> str:
@@ -186,7 +211,7 @@ class Batch:
     @property
     def info(self) -> BatchInfo:
         """Everything ``batchjobs status`` shows."""
-        return self._client.store.batch(self.id)
+        return self.client.store.batch(self.id)
 
     @property
     def status(self) -> BatchStatus:
@@ -202,30 +227,41 @@ class Batch:
 
         ``seen`` is called with the state about once a second. Raises WaitTimeout after ``timeout`` seconds.
         """
-        return wait_for_end(self._client.store, self.id, timeout, seen)
+        return wait_for_end(self.client.store, self.id, timeout, seen)
 
-    def results(self) -> Iterator[Result]:
-        """The finished requests in input order, while the batch runs too. Reads in pages: memory stays flat."""
-        for stored in self._client.store.results(self.id):
+    def results(self, follow: bool = False) -> Iterator[Result]:
+        """The finished requests in input order, while the batch runs too. Reads in pages: memory stays flat.
+
+        With ``follow``, each comes as soon as it and all before it have ended, and the last one ends the iteration.
+        """
+        store = self.client.store
+        for stored in follow_results(store, self.id) if follow else store.results(self.id):
             if stored.completion is not None:
                 yield Result.of(stored)
 
+    def result(self, request: int | str) -> Result:
+        """One request as it is now, by its index (from 0) or its custom_id. Raises NotFound."""
+        store = self.client.store
+        if isinstance(request, str):
+            return Result.of(store.result_by_custom_id(self.id, request))
+        return Result.of(store.result(self.id, request))
+
     def failures(self) -> dict[str, int]:
         """Failed requests by error code."""
-        return self._client.store.failures(self.id)
+        return self.client.store.failures(self.id)
 
     def cancel(self) -> Counts:
         """Cancels what has not ended; finished requests and partial texts stay. May be called again."""
-        return self._client.cancel_batch(self.id)
+        return self.client.cancel_batch(self.id)
 
     def pause(self, reason: str | None = None, release: bool = False) -> bool:
         """Lets no more token be made; what runs keeps its place and cache, or with ``release`` goes back to the queue.
         False: it was paused already, or has ended."""
-        return self._client.pause_batch(self.id, reason, release)
+        return self.client.pause_batch(self.id, reason, release)
 
     def resume(self) -> bool:
         """Lets it go on. False: it was not paused."""
-        return self._client.resume_batch(self.id)
+        return self.client.resume_batch(self.id)
 
     def retry_failed(self) -> Retry:
         """Lets the failed requests run again; answers that are there stay as they are. May be called again.
@@ -233,7 +269,7 @@ class Batch:
         Refused lines can never run. An unreachable queue is a warning only: the requests run once a worker reaches it.
         Raises UsageError if the batch was cancelled.
         """
-        return self._client.retry_failed(self.id)
+        return self.client.retry_failed(self.id)
 
 
 def _priority(value: Priority | str) -> Priority:

@@ -7,6 +7,7 @@ reader that looks at one of the two cannot take a failure for an answer.
 from __future__ import annotations
 
 import codecs
+import math
 from typing import TYPE_CHECKING, Any
 
 from batchjobs.echo import prompt_text
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _ASTRAY = 8
 """How many characters tokens and text may differ by."""
+
+_VERY_UNLIKELY = -9999.0
+"""The API's own value for a logprob that is no finite number: its types have no null there."""
 
 _ERROR_CODES = {RequestStatus.CANCELLED: "batch_cancelled", RequestStatus.EXPIRED: "batch_expired"}
 
@@ -101,8 +105,8 @@ def _chat_logprobs(completion: Completion) -> dict[str, Any]:
     content = [
         {
             **_token(text),
-            "logprob": logprob,
-            "top_logprobs": [{**_token(other), "logprob": chance} for _, chance, other in top],
+            "logprob": _finite(logprob),
+            "top_logprobs": [{**_token(other), "logprob": _finite(chance)} for _, chance, other in top],
         }
         for text, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True)
     ]
@@ -118,7 +122,7 @@ def _text_logprobs(stored: StoredResult, completion: Completion) -> dict[str, An
     scores = stored.choices[0].prompt_scores or _NO_PROMPT
     prompt = prompt_text(stored.request.body["prompt"], scores.tokens) if stored.request.body.get("echo") else ""
     tokens = [_shown(text) for text in (*scores.tokens, *completion.tokens)]
-    logprobs = [*scores.logprobs, *completion.logprobs]
+    logprobs = [None if each is None else _finite(each) for each in (*scores.logprobs, *completion.logprobs)]
     tops: list[TopLogprobs | None] | None = None
     if scores.top_logprobs is not None or completion.top_logprobs is not None:
         tops = [
@@ -144,9 +148,13 @@ def _by_text(top: TopLogprobs | None, sampled: str, sampled_logprob: float | Non
         return None
     chances: dict[str, float | None] = {}
     for _, logprob, text in top:
-        chances.setdefault(_shown(text), logprob)
+        chances.setdefault(_shown(text), _finite(logprob))
     chances.setdefault(sampled, sampled_logprob)
     return chances
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _VERY_UNLIKELY
 
 
 def text_offsets(tokens: Sequence[TokenText], text: str) -> list[int]:

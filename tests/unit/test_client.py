@@ -7,18 +7,19 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import batchjobs
-from batchjobs import Client, InvalidInput, NotFound, UsageError, WaitTimeout
+from batchjobs import Client, InvalidInput, NotFound, UsageError, WaitTimeout, following
 from batchjobs.errors import ConnectionFailed
 from batchjobs.types import BatchStatus, FinishReason, Priority, RequestStatus, ShardId
 from tests.support.answers import answer, answer_all, failure
+from tests.support.cases import case
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from batchjobs.types import Completion, Request
 
@@ -45,6 +46,13 @@ class Queue:
 
     def close(self) -> None:
         pass
+
+
+class Clock:
+    """Stands in for ``time``: something happens instead of each pause."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.sleep = lambda seconds: happens()
 
 
 @pytest.fixture
@@ -102,6 +110,58 @@ def test_an_earlier_batch_is_found_by_its_id(client: Client) -> None:
         client.batch("nothing")
 
 
+def test_one_request_by_its_index_or_its_custom_id(client: Client) -> None:
+    batch = client.submit([{"prompt": "a"}, {"custom_id": "1", "prompt": "b"}])
+    assert (batch.result(0).custom_id, batch.result(0).status) == ("request-0", "queued")
+    answer_all(client.store, batch.id, lambda request: answer(request, f"to {request.custom_id}"))
+    assert [batch.result(1).text, batch.result("1").text] == ["to 1", "to 1"]
+    assert batch.result("1") == list(batch.results())[1]
+    for wrong in (2, -1, "2"):
+        with pytest.raises(NotFound, match="has no request"):
+            batch.result(wrong)
+
+
+def test_results_are_followed_in_input_order(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "time", Clock(lambda: answer_shard(0)))
+    batch = client.submit([{"prompt": str(number)} for number in range(4)], shard_size=2)
+
+    def answer_shard(number: int) -> None:
+        for lease in client.store.claim([ShardId(batch.id, number)], "w1", 60):
+            client.store.record([(lease, answer(request)) for request in client.store.pending_requests(lease)])
+
+    answer_shard(1)
+    assert [result.index for result in batch.results()] == [2, 3]
+    assert [result.index for result in batch.results(follow=True)] == [0, 1, 2, 3]
+
+
+def test_a_generator_of_any_length_is_a_stream(client: Client) -> None:
+    """What was yielded is stored before much more is asked for."""
+    stored: list[int] = []
+    ahead: list[int] = []
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for number in range(5000):
+            ahead.append(number - (stored[-1] if stored else 0))
+            yield {"prompt": f"prompt {number}"}
+
+    batch = client.submit(lines(), progress=stored.append)
+    assert batch.counts.total == stored[-1] == 5000
+    assert max(ahead) <= 1000
+
+
+def test_rows_of_a_query_are_dicts(client: Client) -> None:
+    client.submit([{"custom_id": name, "prompt": name} for name in "abc"])
+    sql = 'SELECT custom_id, "index" + 0.5 AS place FROM requests ORDER BY custom_id'
+    rows = client.query(sql)
+    assert next(rows) == {"custom_id": "a", "place": 0.5}
+    assert [row["custom_id"] for row in rows] == ["b", "c"]
+    assert list(client.query(sql, limit=1)) == [{"custom_id": "a", "place": 0.5}]
+    with pytest.raises(UsageError, match="several columns one name: custom_id"):
+        client.query("SELECT custom_id, custom_id FROM requests")
+    with pytest.raises(UsageError, match="only reading is possible"):
+        client.query("DELETE FROM requests")
+
+
 def test_waiting_ends_in_time(client: Client) -> None:
     batch = client.submit([{"prompt": "a"}, {"prompt": "b"}])
     seen: list[int] = []
@@ -110,8 +170,8 @@ def test_waiting_ends_in_time(client: Client) -> None:
     assert set(seen) == {2}
 
 
+@case("A-eng-07")
 def test_cancelling_keeps_what_is_finished(client: Client, queue: Queue) -> None:
-    """A-eng-07."""
     batch = client.submit([{"prompt": str(number)} for number in range(4)], shard_size=2)
     (lease,) = client.store.claim([shard for shard, _ in client.store.claimable(1)], "w1", 60)
     client.store.record([(lease, answer(request)) for request in client.store.pending_requests(lease)])

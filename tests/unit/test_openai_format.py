@@ -13,6 +13,7 @@ from batchjobs.store import StoredResult
 from batchjobs.types import Endpoint, FinishReason, PromptScores, Request, RequestError, RequestStatus
 from tests.support.answers import answer, failure
 from tests.support.batches import STARTED
+from tests.support.cases import case
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 PROMPT = {"prompt": "Hi", "max_tokens": 9}
@@ -69,8 +70,9 @@ def test_a_completion_answer() -> None:
     assert body["choices"] == [{"text": "Hey", "index": 0, "logprobs": None, "finish_reason": "length"}]
 
 
+@case("A-sp-06")
 def test_chat_logprobs_without_alternatives() -> None:
-    """A-sp-06: logprobs true alone gives entries with an empty list."""
+    """Logprobs true alone gives entries with an empty list."""
     logprobs = line({**CHAT, "logprobs": True}, text="Hi")["response"]["body"]["choices"][0]["logprobs"]
     assert logprobs == {
         "content": [
@@ -81,8 +83,9 @@ def test_chat_logprobs_without_alternatives() -> None:
     }
 
 
+@case("A-tok-02")
 def test_chat_logprobs_keep_the_bytes_of_partial_characters() -> None:
-    """A-tok-02: an emoji over two tokens; all bytes together are its UTF-8."""
+    """An emoji over two tokens; all bytes together are its UTF-8."""
     pieces = ((240, 159), (152, 128))
     top = (((5, -0.1, pieces[0]), (9, -2.5, "x")), ((6, -0.2, pieces[1]),))
     found = line(
@@ -113,8 +116,8 @@ def test_completion_logprobs() -> None:
     }
 
 
+@case("A-sp-05")
 def test_completion_logprobs_zero_means_the_sampled_token_alone() -> None:
-    """A-sp-05."""
     logprobs = line({**PROMPT, "logprobs": 0}, Endpoint.COMPLETIONS, text="Hi")["response"]["body"]["choices"][0][
         "logprobs"
     ]
@@ -122,22 +125,30 @@ def test_completion_logprobs_zero_means_the_sampled_token_alone() -> None:
     assert logprobs["top_logprobs"] is None
 
 
+@case("A-tok-03")
 def test_of_two_ids_with_one_text_the_likelier_stays() -> None:
-    """A-tok-03, in the form that is keyed by text."""
+    """In the form that is keyed by text."""
     top = (((1, -0.1, "a"), (2, -5.0, "a")),)
     body = {**PROMPT, "logprobs": 2, "top_logprobs": 2}
     made = line(body, Endpoint.COMPLETIONS, text="a", top_logprobs=top)["response"]["body"]["choices"][0]
     assert made["logprobs"]["top_logprobs"] == [{"a": -0.1}]
 
 
-def test_logprobs_that_are_no_number_are_null() -> None:
-    """A-num-02: strict JSON everywhere."""
-    made = line({**CHAT, "logprobs": True}, text="ab", logprobs=(float("-inf"), float("nan")))
-    assert [e["logprob"] for e in made["response"]["body"]["choices"][0]["logprobs"]["content"]] == [None, None]
+@case("A-num-02")
+def test_logprobs_that_are_no_number_are_very_unlikely() -> None:
+    """Strict JSON everywhere, and a number where the API's types want one: its own for what cannot happen."""
+    never = float("-inf")
+    changes = {"text": "ab", "logprobs": (never, float("nan")), "top_logprobs": (((1, -0.1, "x"), (2, never, "y")), ())}
+    choice = line({**CHAT, "logprobs": True, "top_logprobs": 2}, **changes)["response"]["body"]["choices"][0]
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-9999.0, -9999.0]
+    assert [top["logprob"] for top in choice["logprobs"]["content"][0]["top_logprobs"]] == [-0.1, -9999.0]
+    choice = line({**PROMPT, "logprobs": 2}, Endpoint.COMPLETIONS, **changes)["response"]["body"]["choices"][0]
+    assert choice["logprobs"]["token_logprobs"] == [-9999.0, -9999.0]
+    assert choice["logprobs"]["top_logprobs"] == [{"x": -0.1, "y": -9999.0, "a": -9999.0}, {"b": -9999.0}]
 
 
+@case("A-out-05")
 def test_a_failure_has_an_error_and_no_response() -> None:
-    """A-out-05."""
     assert line(CHAT, make=failure) == {
         "id": "batch_req_B-4",
         "custom_id": "q-1",
@@ -149,6 +160,7 @@ def test_a_failure_has_an_error_and_no_response() -> None:
 @pytest.mark.parametrize(
     ("status", "code"), [(RequestStatus.CANCELLED, "batch_cancelled"), (RequestStatus.EXPIRED, "batch_expired")]
 )
+@case("A-out-05")
 def test_cancelled_and_expired_requests_are_failures(status: RequestStatus, code: str) -> None:
     made = line(CHAT, text="Hel", status=status, finish_reason=FinishReason.CANCELLED)
     assert made["response"] is None
@@ -243,8 +255,9 @@ def echoed(prompt: Any, found: PromptScores, *texts: str, **changes: Any) -> lis
     return choices
 
 
+@case("A-tok-11")
 def test_an_echo_has_an_entry_for_each_token_of_the_prompt() -> None:
-    """A-tok-11: the first one too, with null; offsets point into the text."""
+    """The first one too, with null; offsets point into the text."""
     first, second = echoed(NEWLINE, scores(*TOKENS), " a!", "b")
     assert (first["text"], second["text"]) == (NEWLINE + " a!", NEWLINE + "b")
     logprobs = first["logprobs"]
@@ -260,8 +273,8 @@ def test_an_echo_has_an_entry_for_each_token_of_the_prompt() -> None:
     assert second["logprobs"]["token_logprobs"][:2] == [None, -0.9]
 
 
+@case("A-sp-09")
 def test_scoring_gives_the_prompt_and_no_token_more() -> None:
-    """A-sp-09."""
     (choice,) = echoed("The sky", scores("The", " sky"), "", finish_reason=FinishReason.LENGTH)
     assert choice == {
         "text": "The sky",
