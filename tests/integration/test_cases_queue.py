@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +20,8 @@ from batchjobs.reconcile import reconcile
 from batchjobs.store.leases import FAIL_AT
 from batchjobs.types import BatchStatus, Priority, RequestStatus, ShardId
 from tests.support.batches import GONE, request, submit
+from tests.support.cases import case
+from tests.support.models import save_chat_model
 from tests.support.running import (
     attempts,
     completions,
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["queue", "settings", "start"]
 
+ROOT = Path(__file__).parents[2]
 LONG = 1_000_000
 """Tokens of an answer that does not end by itself within a test."""
 
@@ -56,10 +62,11 @@ def client(settings: Settings) -> Iterator[Client]:
 # ------------------------------------------------------------------------------------------------------- A-q-01, A-q-02
 
 
+@case("A-q-01")
 def test_odd_ids_come_back_unchanged_through_the_whole(
     client: Client, start: Callable[..., ThreadWorker], store: Store
 ) -> None:
-    """A-q-01: ids of users are no ids of the queue."""
+    """Ids of users are no ids of the queue."""
     ids = ["prod:T1055.011 Extra Window/1", "問い-1 ✓", "x" * 300, "a\nb", "-", "👩‍👩‍👧"]
     batch = client.submit([{"custom_id": each, "prompt": "a", "max_tokens": 2} for each in ids], shard_size=1)
     assert start(burst=True).join() == 0
@@ -67,10 +74,11 @@ def test_odd_ids_come_back_unchanged_through_the_whole(
     assert [result.status for result in batch.results()] == ["completed"] * len(ids)
 
 
+@case("A-q-02")
 def test_the_same_lines_again_never_touch_the_first_batch(
     client: Client, start: Callable[..., ThreadWorker], store: Store
 ) -> None:
-    """A-q-02: twice within a second, and once more while the first runs."""
+    """Twice within a second, and once more while the first runs."""
     lines = [{"custom_id": f"q{number}", "prompt": f"p{number}", "max_tokens": 40} for number in range(4)]
     others = [{**line, "prompt": f"other {line['prompt']}"} for line in lines]
     worker = start()
@@ -92,15 +100,20 @@ def test_the_same_lines_again_never_touch_the_first_batch(
 
 
 @sqlite
+@case("A-q-05")
 def test_all_commands_are_heard_after_a_restart_of_redis(
     client: Client, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, redis_server: RedisServer
 ) -> None:
-    """A-q-05: cancel, pause and stop."""
+    """Cancel, pause and stop."""
     worker = start()
     batch = client.submit([{"prompt": f"p{number}", "max_tokens": LONG} for number in range(4)])
     eventually(lambda: worker.loop.stats().running == 4, "it runs")
     redis_server.restart()
     eventually(lambda: _subscribers(queue) == 1, "the worker listens again")
+    client.pause_workers()
+    eventually(lambda: store.workers()[0].state == "paused", "it stands still")
+    client.resume_workers()
+    eventually(lambda: store.workers()[0].state == "busy", "it goes on")
     batch.cancel()
     eventually(lambda: batch.status == BatchStatus.CANCELLED, "it is cancelled")
     suspend(queue.connection)
@@ -124,10 +137,11 @@ def _subscribers(queue: JobQueue) -> int:
 # --------------------------------------------------------------------------------------------------------------- A-q-06
 
 
+@case("A-q-06")
 def test_a_request_cancelled_before_the_start_never_runs(
     client: Client, start: Callable[..., ThreadWorker], store: Store
 ) -> None:
-    """A-q-06: five are submitted, the fifth is cancelled at once."""
+    """Five are submitted, the fifth is cancelled at once."""
     batch = client.submit([{"prompt": f"p{number}", "max_tokens": 4} for number in range(5)])
     client.cancel_request(batch.id, 4)
     assert start(burst=True).join() == 0
@@ -137,10 +151,11 @@ def test_a_request_cancelled_before_the_start_never_runs(
     assert batch.status == BatchStatus.COMPLETED
 
 
+@case("A-q-06")
 def test_cancelling_races_with_the_start_and_nothing_hangs_or_doubles(
     client: Client, start: Callable[..., ThreadWorker], store: Store
 ) -> None:
-    """A-q-06: each of many requests is cancelled some 0 to 20 ms after its submission."""
+    """Each of many requests is cancelled some 0 to 20 ms after its submission."""
     chance = random.Random(20260301)
     worker = start(step_seconds=0.0005)
     reported: dict[str, int] = {}
@@ -177,10 +192,11 @@ def test_cancelling_races_with_the_start_and_nothing_hangs_or_doubles(
 
 @pytest.mark.parametrize("queued", [300, 0])
 @sqlite
+@case("A-q-07")
 def test_a_full_redis_delays_and_loses_nothing(
     client: Client, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, queued: int
 ) -> None:
-    """A-q-07: the submission says so, is not doubled when it is repeated, and the worker goes on, before and after.
+    """The submission says so, is not doubled when it is repeated, and the worker goes on, before and after.
 
     Also where the queue is empty, because Redis could take nothing of what is to be done.
     """
@@ -206,6 +222,7 @@ def test_a_full_redis_delays_and_loses_nothing(
 # --------------------------------------------------------------------------------------------------------------- A-q-08
 
 
+@case("A-q-08")
 def test_waiting_behind_long_answers_is_not_hanging(
     start: Callable[..., ThreadWorker],
     settings: Settings,
@@ -213,7 +230,7 @@ def test_waiting_behind_long_answers_is_not_hanging(
     queue: JobQueue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A-q-08: an answer that takes many leases, and a queue in the engine whose end begins after several of them."""
+    """An answer that takes many leases, and a queue in the engine whose end begins after several of them."""
     monkeypatch.setattr("workers.upkeep.THOROUGH_SECONDS", 0.0)  # RQ's clean-up runs all the time
     brief = settings.model_copy(update={"lease_seconds": 0.6, "heartbeat_seconds": 0.15})
     slow = request(0, prompt="slow", max_tokens=120)
@@ -262,13 +279,14 @@ def refuse_outcomes(store: Store, condition: str) -> None:
             connection.exec_driver_sql(statement)
 
 
+@case("A-q-09")
 def test_an_outcome_that_can_never_be_stored_holds_nobody_up(
     start: Callable[..., ThreadWorker],
     store: Store,
     queue: JobQueue,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A-q-09: SQL refuses the answer of one request, by its custom_id. Its end survives a worker's restart."""
+    """SQL refuses the answer of one request, by its custom_id. Its end survives a worker's restart."""
     batch_id = submit(store, 30, shard_size=10)
     refuse_outcomes(
         store,
@@ -287,8 +305,9 @@ def test_an_outcome_that_can_never_be_stored_holds_nobody_up(
     assert caplog.text.count("poisoned") <= 2
 
 
+@case("A-q-09")
 def test_an_end_that_cannot_be_stored_either_keeps_nobody_from_reconciling(store: Store, queue: JobQueue) -> None:
-    """A-q-09: the outcome of a request that is given up is refused as well; its neighbour gets its own."""
+    """The outcome of a request that is given up is refused as well; its neighbour gets its own."""
     batch_id = submit(store, 2, shard_size=1)
     refuse_outcomes(store, 'NEW."index" = 0')
     for _ in range(FAIL_AT):
@@ -307,10 +326,11 @@ def test_an_end_that_cannot_be_stored_either_keeps_nobody_from_reconciling(store
 
 
 @postgresql
+@case("A-q-10")
 def test_a_job_whose_hash_is_gone_holds_nobody_up(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A-q-10: deleted by hand, with its id left in the queue and in a registry."""
+    """Deleted by hand, with its id left in the queue and in a registry."""
     batch_id = submit(store, 12)
     enqueue(store, queue)
     jobs = queue.queues[Priority.DEFAULT]
@@ -322,3 +342,45 @@ def test_a_job_whose_hash_is_gone_holds_nobody_up(
     eventually(lambda: jobs.started_job_registry.count == 0, "the orphans are gone")
     assert [c.attempt for c in completions(store, batch_id)] == [1] * 12
     assert caplog.text.count("no-such-0") <= 1
+
+
+# ------------------------------------------------------------------------------------------------------------ A-eng-11
+
+_WATCH = """
+import sys
+
+def watch(event, arguments):
+    if event in ("os.fork", "os.forkpty"):
+        note("fork")
+    elif event == "open" and str(arguments[0]).endswith("model.safetensors"):
+        note("load")
+
+def note(what):
+    with open(NOTES, "a") as notes:
+        notes.write(what + "\\n")
+
+sys.addaudithook(watch)
+"""
+
+
+@case("A-eng-11")
+@sqlite
+def test_a_worker_loads_its_model_once_and_never_forks(settings: Settings, client: Client, tmp_path: Path) -> None:
+    """With a real model, and a tokenizer that has threads of its own, over several jobs. All its forks are seen."""
+    model, notes = save_chat_model(tmp_path / "model"), tmp_path / "notes"
+    (tmp_path / "sitecustomize.py").write_text(f"NOTES = {str(notes)!r}\n{_WATCH}")
+    lines = [{"messages": [{"role": "user", "content": f"hi {n}"}], "max_tokens": 3} for n in range(4)]
+    batches = [client.submit(lines, shard_size=1) for _ in range(3)]
+    done = subprocess.run(
+        [sys.executable, "-m", "batchjobs", "worker", "--model", model, "--num-blocks", "100", "--burst"],
+        env=settings.as_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TOKENIZERS_PARALLELISM": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [batch.counts.completed for batch in batches] == [4, 4, 4]
+    assert notes.read_text().split() == ["load"]
+    assert "fork" not in done.stderr  # as tokenizers warns
+    [worker] = client.workers()
+    assert {result.worker for batch in batches for result in batch.results()} == {worker.name}

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from batchjobs.errors import ConnectionFailed, InvalidInput, UsageError
 from batchjobs.store import Store
 from batchjobs.types import RequestStatus
 from tests.support.batches import answer, claim, finish, request, submit
+from tests.support.cases import case
 from tests.support.running import (
     attempts,
     completions,
@@ -85,10 +86,11 @@ def alter_outputs(monkeypatch: pytest.MonkeyPatch, change: Callable[[EngineOutpu
 # --------------------------------------------------------------------------------------------------- A-sql-01, A-sql-02
 
 
+@case("A-sql-01")
 def test_a_nul_is_refused_at_submit_and_never_costs_an_answer(
     start: Callable[..., ThreadWorker], settings: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A-sql-01: both databases do the same, with a NUL in what comes in and in what the model makes."""
+    """Both databases do the same, with a NUL in what comes in and in what the model makes."""
     with Client(settings) as client:
         for line in ({"prompt": "a\0b"}, {"prompt": "a", "metadata": {"k\0": "v"}}, {"prompt": "a", "metadata": "v\0"}):
             with pytest.raises(InvalidInput):
@@ -101,6 +103,7 @@ def test_a_nul_is_refused_at_submit_and_never_costs_an_answer(
         assert (row["status"], row["text"], row["tokens"]) == ("completed", "a\ufffdb", ["a", "\ufffd", [0, 240]])
 
 
+@case("A-sql-02", "A-num-02")
 def test_a_number_that_json_lacks_costs_itself_only(
     start: Callable[..., ThreadWorker],
     settings: Settings,
@@ -108,7 +111,7 @@ def test_a_number_that_json_lacks_costs_itself_only(
     queue: JobQueue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A-sql-02: logprobs that are no numbers are null, and everything around them is there."""
+    """Logprobs that are no numbers are null, and everything around them is there."""
     alternatives = (((1, -math.inf, "x"), (2, -0.5, "y")),) * 3
     odd = (math.nan, -math.inf, -0.5)
     alter_outputs(monkeypatch, lambda output: replace(output, logprobs=odd, top_logprobs=alternatives))
@@ -127,8 +130,9 @@ def test_a_number_that_json_lacks_costs_itself_only(
 
 
 @sqlite
+@case("A-sql-03")
 def test_four_writers_a_poller_and_an_export_share_one_file(database_url: str, store: Store) -> None:
-    """A-sql-03: no result is lost, nobody hears "database is locked", and nobody waits long."""
+    """No result is lost, nobody hears "database is locked", and nobody waits long."""
     batch_id = submit(store, 600, shard_size=2)
     command = [sys.executable, "-m", "tests.support.hammer", database_url, batch_id]
     writers = [
@@ -166,6 +170,7 @@ def test_four_writers_a_poller_and_an_export_share_one_file(database_url: str, s
 
 
 @sqlite
+@case("A-sql-03")
 def test_a_write_lock_that_is_kept_is_waited_for_and_then_named(
     start: Callable[..., ThreadWorker],
     settings: Settings,
@@ -174,7 +179,7 @@ def test_a_write_lock_that_is_kept_is_waited_for_and_then_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A-sql-03: waits are bounded and logged; the outcomes wait in the worker."""
+    """Waits are bounded and logged; the outcomes wait in the worker."""
     monkeypatch.setattr("batchjobs.database.BUSY_SECONDS", 0.2)
     batch_id = submit(store, 8)
     enqueue(store, queue)
@@ -228,8 +233,9 @@ print("ok")
 """
 
 
+@case("A-sql-04")
 def test_connections_are_not_shared_with_forked_children(database_url: str) -> None:
-    """A-sql-04: a process that has used the store forks three times; all four work at the same time."""
+    """A process that has used the store forks three times; all four work at the same time."""
     done = subprocess.run(
         [sys.executable, "-c", _FORKING, database_url], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -237,10 +243,11 @@ def test_connections_are_not_shared_with_forked_children(database_url: str) -> N
 
 
 @postgresql
+@case("A-sql-04", "A-eng-11")
 def test_a_worker_stores_several_jobs_in_a_row_and_never_forks(
     settings: Settings, store: Store, queue: JobQueue
 ) -> None:
-    """A-sql-04: the first job, the second and the third, in one process."""
+    """The first job, the second and the third, in one process."""
     worker = ProcessWorker(settings, "w1", step_seconds=0.001)
     for _ in range(3):
         batch_id = submit(store, 4)
@@ -274,6 +281,7 @@ def restart(postgres_server: PostgresServer) -> None:
 
 @pytest.mark.parametrize("cut", [cut_idle_connections, restart])
 @postgresql
+@case("A-sql-05")
 def test_a_connection_that_is_lost_during_a_long_answer_costs_nothing(
     start: Callable[..., ThreadWorker],
     store: Store,
@@ -281,7 +289,7 @@ def test_a_connection_that_is_lost_during_a_long_answer_costs_nothing(
     postgres_server: PostgresServer,
     cut: Callable[[PostgresServer], None],
 ) -> None:
-    """A-sql-05: its result is stored after reconnecting, without a second generation, and the next job is fine."""
+    """Its result is stored after reconnecting, without a second generation, and the next job is fine."""
     batch_id = open_batch(store, request(0, prompt="long", max_tokens=200))
     enqueue(store, queue)
     worker = start(step_seconds=0.005)
@@ -298,10 +306,11 @@ def test_a_connection_that_is_lost_during_a_long_answer_costs_nothing(
 
 
 @postgresql
+@case("A-sql-06")
 def test_no_transaction_is_open_while_tokens_are_made(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, database_url: str
 ) -> None:
-    """A-sql-06: none is older than a moment, so that nothing keeps VACUUM or ALTER TABLE waiting."""
+    """None is older than a moment, so that nothing keeps VACUUM or ALTER TABLE waiting."""
     batch_id = open_batch(store, *(request(i, prompt=f"p{i}", max_tokens=300) for i in range(16)), shard_size=16)
     enqueue(store, queue)
     worker = start(step_seconds=0.005)
@@ -326,10 +335,11 @@ def test_no_transaction_is_open_while_tokens_are_made(
 
 
 @sqlite
+@case("A-sql-06")
 def test_the_file_is_not_locked_while_tokens_are_made(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, settings: Settings
 ) -> None:
-    """A-sql-06, on SQLite: the log can be written back completely, which an open transaction would prevent."""
+    """On SQLite: the log can be written back completely, which an open transaction would prevent."""
     batch_id = open_batch(store, *(request(i, prompt=f"p{i}", max_tokens=100_000) for i in range(8)), shard_size=8)
     enqueue(store, queue)
     worker = start()
@@ -347,10 +357,11 @@ def test_the_file_is_not_locked_while_tokens_are_made(
 # ------------------------------------------------------------------------------------------------------------- A-sql-07
 
 
+@case("A-sql-07")
 def test_instants_are_utc_wherever_people_are(
     settings: Settings, store: Store, queue: JobQueue, database_url: str
 ) -> None:
-    """A-sql-07: a worker in Los Angeles, an exporter in Kolkata, and a database that thinks it is in Auckland."""
+    """A worker in Los Angeles, an exporter in Kolkata, and a database that thinks it is in Auckland."""
     if database_url.startswith("postgresql"):
         with psycopg.connect(database_url, autocommit=True) as connection:
             name = connection.info.dbname
@@ -378,15 +389,18 @@ def test_instants_are_utc_wherever_people_are(
         assert instants == sorted(instants)
         assert begun - timedelta(seconds=1) <= instants[0]
         assert instants[-1] <= ended + timedelta(seconds=1)
-    # A filter on the column compares instants, however the instant is written.
+    # A filter compares instants, in whichever zone the instant is written and whoever asks.
     created = datetime.fromisoformat(rows[0]["created_at"])
-    assert _created_before(store, created + timedelta(milliseconds=1)) == [batch_id]
-    assert _created_before(store, created) == []
+    angeles, kolkata = (created.astimezone(timezone(timedelta(hours=hours))) for hours in (-8, 5.5))
+    assert _created_since(settings, angeles) == [batch_id]
+    assert _created_since(settings, kolkata + timedelta(milliseconds=1)) == []
 
 
-def _created_before(store: Store, instant: datetime) -> list[str]:
-    text = instant.isoformat(timespec="microseconds").replace("+00:00", "Z")
-    return [row[0] for row in store.select(f"SELECT id FROM batches WHERE created_at < '{text}'")[1]]
+def _created_since(settings: Settings, instant: datetime) -> list[str]:
+    """As `batchjobs list` finds them, in a third zone."""
+    done = batchjobs(settings, "list", "--json", "--since", instant.isoformat(), TZ="America/New_York")
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line)["id"] for line in done.stdout.splitlines()]
 
 
 # --------------------------------------------------------------------------------------------------------- A-sql-08
@@ -428,8 +442,9 @@ def fill(store: Store, rows: int) -> str:
     return batch_id
 
 
+@case("A-sql-08")
 def test_a_long_export_takes_no_more_memory_than_a_short_one(store: Store, database_url: str, tmp_path: Path) -> None:
-    """A-sql-08: the peak stays flat, the first line comes at once, and whoever writes meanwhile is not held up."""
+    """The peak stays flat, the first line comes at once, and whoever writes meanwhile is not held up."""
     short, long = fill(store, 1000), fill(store, 6000)
     open_one = submit(store, 400, shard_size=1)
 
@@ -465,8 +480,9 @@ def test_a_long_export_takes_no_more_memory_than_a_short_one(store: Store, datab
 
 
 @postgresql
+@case("A-sql-09")
 def test_no_counter_can_run_out(store: Store, database_url: str, queue: JobQueue, settings: Settings) -> None:
-    """A-sql-09: there are no sequences to burn, keys that grow with the data have 64 bits, repeating changes none."""
+    """There are no sequences to burn, keys that grow with the data have 64 bits, repeating changes none."""
     with psycopg.connect(database_url) as connection:
         sequences = connection.execute("SELECT count(*) FROM pg_sequences").fetchone()
         keys = connection.execute(

@@ -14,6 +14,7 @@ import pytest
 from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
 from tests.support.batches import select, submit
+from tests.support.cases import case
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
 
@@ -64,9 +65,10 @@ def clock_ahead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+@case("A-q-11")
 def test_no_live_shard_is_taken_over(
     tmp_path: Path, database_url: str, redis_url: str, store: Store, clock_ahead: dict[str, str]
-) -> None:  # A-q-11
+) -> None:
     settings = load_settings(
         home=tmp_path,
         database_url=database_url,

@@ -16,6 +16,7 @@ from batchjobs.errors import ConnectionFailed
 from batchjobs.queue import JobQueue
 from batchjobs.types import BatchStatus, Command, CommandKind, RequestStatus
 from tests.support.batches import create, request, select, submit
+from tests.support.cases import case
 from tests.support.running import (
     attempts,
     checkpointed,
@@ -42,9 +43,10 @@ __all__ = ["queue", "settings", "start"]
 
 class TestCancelling:
     @sqlite
+    @case("A-eng-05")
     def test_every_choice_stops_again_and_again(
         self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue
-    ) -> None:  # A-eng-05
+    ) -> None:
         worker = start()
         loop: Any = worker.loop
         for _ in range(20):
@@ -63,9 +65,10 @@ class TestCancelling:
         assert loop._running == loop._waiting == {}
         assert not loop._cancelled
 
+    @case("A-eng-06")
     def test_at_any_moment_there_is_one_outcome(
         self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue
-    ) -> None:  # A-eng-06
+    ) -> None:
         worker = start(step_seconds=0.004)
         chance = random.Random(1)
         batches = []
@@ -104,9 +107,8 @@ class TestCancelling:
         assert {job.get_status() for job in found if job is not None} <= {"finished"}
 
     @sqlite
-    def test_what_is_done_stays_done(
-        self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue
-    ) -> None:  # A-eng-07
+    @case("A-eng-07")
+    def test_what_is_done_stays_done(self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue) -> None:
         batch_id = create(store, shard_size=4)
         store.add_requests(
             batch_id, [request(i, prompt=f"prompt {i}", max_tokens=8 if i < 40 else 100_000) for i in range(100)]

@@ -15,6 +15,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings
 from batchjobs.types import BatchStatus, RequestStatus
 from tests.support.batches import submit
+from tests.support.cases import case
 from tests.support.running import (
     attempts,
     checkpointed,
@@ -64,9 +65,10 @@ def resume_batch(store: Store, queue: JobQueue, batch_id: str) -> None:
 
 
 class TestWorkers:
+    @case("A-eng-03")
     def test_while_paused_no_token_is_made_and_then_all_of_it(
         self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, caplog: pytest.LogCaptureFixture
-    ) -> None:  # A-eng-03
+    ) -> None:
         caplog.set_level(logging.INFO, "batchjobs.worker")
         batch_id = open_long(store, queue, 50, max_tokens=60)
         worker = start(step_seconds=0.005)

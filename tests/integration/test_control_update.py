@@ -12,6 +12,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings
 from batchjobs.types import Command, CommandKind
 from tests.support.batches import create, request, select, submit
+from tests.support.cases import case
 from tests.support.running import (
     attempts,
     checkpointed,
@@ -71,9 +72,10 @@ def served(store: Store) -> tuple[str, str, tuple[str, ...]]:
 
 class TestHot:
     @pytest.mark.parametrize("inflight", ["recompute", "keep"])
+    @case("A-eng-04")
     def test_answers_go_on_and_say_who_drew_which_tokens(
         self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, order: Order, inflight: str
-    ) -> None:  # A-eng-04
+    ) -> None:
         batch_id = open_long(store, queue, 24, max_tokens=120)
         worker = start(step_seconds=0.003)
         eventually(lambda: worker.loop.stats().generated_tokens > 200, "it works")
@@ -148,9 +150,10 @@ class TestHot:
             ("reload@stub-2", "its layers have other shapes. Use --inflight finish or --inflight restart"),
         ],
     )
+    @case("A-eng-02")
     def test_refused_it_goes_on_as_before(
         self, start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, order: Order, model: str, reason: str
-    ) -> None:  # A-eng-02
+    ) -> None:
         batch_id = open_long(store, queue, 8, max_tokens=200)
         worker = start(step_seconds=0.002)
         eventually(lambda: worker.loop.stats().generated_tokens, "it works")

@@ -24,6 +24,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
 from batchjobs.types import BatchStatus, Priority, RequestStatus, ShardId
 from tests.support.batches import request, submit
+from tests.support.cases import case
 from tests.support.running import (
     attempts,
     completions,
@@ -160,7 +161,8 @@ def test_a_second_signal_ends_it_at_once(settings: Settings, store: Store, queue
 
 
 @postgresql
-def test_kill_minus_nine_loses_nothing(settings: Settings, store: Store, queue: JobQueue) -> None:  # A-q-04
+@case("A-q-04")
+def test_kill_minus_nine_loses_nothing(settings: Settings, store: Store, queue: JobQueue) -> None:
     batch_id = submit(store, 40)
     enqueue(store, queue)
     victim = ProcessWorker(settings, "victim", step_seconds=0.05)
@@ -186,9 +188,10 @@ def test_kill_minus_nine_loses_nothing(settings: Settings, store: Store, queue: 
 
 
 @sqlite
+@case("A-q-03")
 def test_killed_between_sql_and_rq(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:  # A-q-03
+) -> None:
     worker = start()
     monkeypatch.setattr(worker.daemon._rq, "flush", lambda: None)
     batch_id = submit(store, 4)
@@ -422,6 +425,7 @@ def test_outcomes_made_under_a_lost_lease_are_refused(
     assert completions(store, batch_id) == []
 
 
+@case("A-eng-10")
 def test_an_engine_that_dies_is_reported_and_everything_given_back(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -438,9 +442,10 @@ def test_an_engine_that_dies_is_reported_and_everything_given_back(
 
 
 @sqlite
+@case("A-q-09")
 def test_one_answer_that_cannot_be_stored_does_not_hold_up_the_others(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, caplog: pytest.LogCaptureFixture
-) -> None:  # A-q-09
+) -> None:
     batch_id = submit(store, 20, shard_size=20)
     with store._database.writing() as connection:
         connection.exec_driver_sql(

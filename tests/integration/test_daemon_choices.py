@@ -13,6 +13,7 @@ from batchjobs.results import Result, json_line
 from batchjobs.store import Recorded
 from batchjobs.types import Counts, RequestStatus
 from tests.integration.test_daemon import enqueue, is_complete, open_batch, queue, settings, sqlite, start
+from tests.support.cases import case
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
 
@@ -43,10 +44,11 @@ def rows(store: Store, batch_id: str) -> list[tuple[Any, ...]]:
     return list(store.select(f"SELECT {columns} FROM completions {where}")[1])
 
 
+@case("A-sp-04")
 def test_every_choice_is_stored_and_every_request_counted_once(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue
 ) -> None:
-    """A-sp-04, with requests of one, three and 128 choices side by side, more than the engine holds at once."""
+    """With requests of one, three and 128 choices side by side, more than the engine holds at once."""
     numbers = [1, 3, 128, 1, 3, 2]
     lines = [{"prompt": f"p{index}", "n": n, "max_tokens": 3} for index, n in enumerate(numbers)]
     batch_id = submit_lines(store, queue, *lines)
@@ -150,8 +152,9 @@ def openai(**body: Any) -> dict[str, Any]:
     return {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
 
 
+@case("A-sp-09")
 def test_scoring_a_prompt(start: Callable[..., ThreadWorker], store: Store, queue: JobQueue) -> None:
-    """A-sp-09: the prompt with its logprobs, the first one null, and no generated token."""
+    """The prompt with its logprobs, the first one null, and no generated token."""
     batch_id = submit_lines(store, queue, openai(prompt="sky", max_tokens=0, echo=True, logprobs=1))
     assert start(burst=True).join() == 0
     (found,) = store.results(batch_id)
@@ -196,10 +199,11 @@ def test_an_echo_stands_in_front_of_every_choice(
     assert [found and (found.logprobs, found.top_logprobs) for found in scores] == [None, None, ((None, -0.25), None)]
 
 
+@case("A-sp-15")
 def test_a_response_format_that_the_worker_cannot_use_fails_closed(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue
 ) -> None:
-    """A-sp-15: an error under the engine's code, never free text; the others go on."""
+    """An error under the engine's code, never free text; the others go on."""
     formats = [{"type": "json_schema", "json_schema": {"schema": {"type": kind}}} for kind in ("impossible", "object")]
     lines = [{"prompt": "car", "response_format": each, "n": 2, "max_tokens": 2} for each in formats]
     batch_id = submit_lines(store, queue, *lines)

@@ -13,6 +13,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
 from batchjobs.types import RequestStatus
 from tests.support.batches import create, request, select
+from tests.support.cases import case
 from tests.support.running import queue, sqlite, start
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
@@ -75,6 +76,7 @@ def has_kept(store: Store, batch_id: str, tokens: int) -> Callable[[], dict[str,
     return look
 
 
+@case("A-q-04")
 def test_an_answer_goes_on_where_its_worker_was_killed(
     settings: Settings, store: Store, queue: JobQueue, start: Callable[..., ThreadWorker]
 ) -> None:

@@ -21,6 +21,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.reconcile import reconcile
 from batchjobs.settings import Settings, load_settings
 from tests.support.batches import request, select, submit
+from tests.support.cases import case
 from tests.support.running import postgresql, sqlite
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
@@ -132,6 +133,7 @@ def check_redis(settings: Settings, store: Store, queue: JobQueue) -> None:
     [("sqlite", point) for point in WORK_POINTS] + [("postgresql", point) for point in IN_SQL],
     indirect=["database_url"],
 )
+@case("A-q-03", "A-q-04")
 def test_a_worker_dies_at_a_point(point: str, settings: Settings, store: Store, queue: JobQueue) -> None:
     batch_id = submit(store, REQUESTS)
     queue.enqueue(store.claimable(1000))

@@ -19,6 +19,7 @@ from batchjobs.queue import JobQueue
 from batchjobs.settings import Settings, load_settings
 from tests.chaos.proxy import Network, Proxy
 from tests.support.batches import select, submit
+from tests.support.cases import case
 from tests.support.running import open_long
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
@@ -72,6 +73,7 @@ def outcomes(store: Store, batch_id: str) -> list[tuple[int, str, int]]:
     return [(row[0], row[1], row[2]) for row in rows]
 
 
+@case("A-sql-05")
 def test_a_database_that_is_away_holds_the_worker_up_and_nothing_is_lost(
     settings: Settings,
     store: Store,

@@ -17,6 +17,7 @@ from batchjobs.errors import BatchjobsError, ConnectionFailed, UsageError
 from batchjobs.queue import WAKE_CHANNEL, JobQueue, run_shard
 from batchjobs.redis_client import connect
 from batchjobs.types import Priority, ShardId
+from tests.support.cases import case
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def test_many_shards_go_in_by_chunks(queue: JobQueue) -> None:
     assert waiting(queue) == list(range(1203))
 
 
-def test_an_id_that_waits_is_not_queued_twice(queue: JobQueue) -> None:  # A-q-02
+@case("A-q-02")
+def test_an_id_that_waits_is_not_queued_twice(queue: JobQueue) -> None:
     queue.enqueue(shards(1, 2))
     assert queue.enqueue(shards(2, 1, 3)) == 1
     assert waiting(queue) == [1, 2, 3]
@@ -129,7 +131,8 @@ def test_a_popped_shard_is_missing_only_after_a_while(queue: JobQueue, monkeypat
     assert queue.connection.llen(default.intermediate_queue_key) == 0
 
 
-def test_tidy_survives_a_job_whose_hash_was_deleted(queue: JobQueue) -> None:  # A-q-10
+@case("A-q-10")
+def test_tidy_survives_a_job_whose_hash_was_deleted(queue: JobQueue) -> None:
     default = queue.queues[Priority.DEFAULT]
     queue.connection.zadd(default.started_job_registry.key, {f"{BATCH}-1:abc": 1, f"{BATCH}-2:def": 1})
     queue.tidy()
@@ -165,7 +168,8 @@ def test_an_evicting_redis_is_refused(redis_server: RedisServer, policy: str) ->
         JobQueue(redis_server.url)
 
 
-def test_an_unreachable_redis_is_named_without_its_password() -> None:  # A-sec-06
+@case("A-sec-06")
+def test_an_unreachable_redis_is_named_without_its_password() -> None:
     with pytest.raises(ConnectionFailed) as caught:
         JobQueue("redis://:s3cr%40t@127.0.0.1:1/0")
     assert "127.0.0.1:1" in str(caught.value)
@@ -174,6 +178,7 @@ def test_an_unreachable_redis_is_named_without_its_password() -> None:  # A-sec-
         assert secret not in str(caught.value.__cause__)
 
 
+@case("A-sec-06")
 def test_a_wrong_password_is_reported_without_it(redis_server: RedisServer) -> None:
     redis_server.client().config_set("requirepass", "right")
     redis_server.client()
@@ -187,7 +192,8 @@ def test_what_is_no_redis_url_is_said_so() -> None:
         JobQueue("http://:s3cret@host/")
 
 
-def test_a_full_redis_says_so_and_what_is_missing_goes_in_later(redis_server: RedisServer) -> None:  # A-q-07
+@case("A-q-07")
+def test_a_full_redis_says_so_and_what_is_missing_goes_in_later(redis_server: RedisServer) -> None:
     queue = JobQueue(redis_server.url)
     used = int(queue.connection.info("memory")["used_memory"])
     queue.connection.config_set("maxmemory", used + 2_000_000)
@@ -234,6 +240,7 @@ def test_a_command_that_was_cut_is_not_sent_again(redis_server: RedisServer) -> 
     client.close()
 
 
+@case("A-eng-11")
 def test_the_job_function_refuses_a_plain_rq_worker() -> None:
     with pytest.raises(BatchjobsError, match="start `batchjobs worker` instead"):
         run_shard(BATCH, 3)

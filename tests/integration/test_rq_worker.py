@@ -22,6 +22,7 @@ from rq.suspension import resume, suspend
 from batchjobs.errors import ConnectionFailed, UsageError
 from batchjobs.queue import JobQueue
 from batchjobs.types import Priority, ShardId
+from tests.support.cases import case
 from tests.support.waiting import eventually
 from workers.command_listener import Message, MessageKind
 from workers.queue_view import QueueView
@@ -202,9 +203,10 @@ class _Bomb:
         _Bomb.exploded = True
 
 
+@case("A-sec-01")
 def test_foreign_entries_are_rejected_and_run_nothing(
     queue: JobQueue, worker: RqWorker, books: Books, caplog: pytest.LogCaptureFixture
-) -> None:  # A-sec-01
+) -> None:
     queue.enqueue(entries(1))
     bomb = zlib.compress(pickle.dumps(_Bomb()))
     for job_id in ("evil", str(shard(7)), "evil\x1b[2J"):
@@ -272,8 +274,8 @@ def test_foreign_messages_are_passed_over(queue: JobQueue, worker: RqWorker) -> 
     assert heard(worker) == Message(MessageKind.SHUTDOWN)
 
 
+@case("A-q-05")
 def test_commands_are_heard_again_after_a_restart_of_redis(redis_server: RedisServer, worker: RqWorker) -> None:
-    # A-q-05
     redis_server.restart()
     client = redis_server.client()
     eventually(lambda: client.publish(worker.pubsub_channel_name, '{"command": "shutdown"}'), "it listens again")
@@ -389,7 +391,8 @@ def test_shards_leased_without_redis_show_up_with_the_next_beat(worker: RqWorker
     assert books.state() == ([], [], [5], [])
 
 
-def test_a_full_redis_lets_ended_shards_go(queue: JobQueue, worker: RqWorker, books: Books) -> None:  # A-q-07
+@case("A-q-07")
+def test_a_full_redis_lets_ended_shards_go(queue: JobQueue, worker: RqWorker, books: Books) -> None:
     queue.enqueue(entries(1, 2))
     take(worker, 2)
     queue.connection.config_set("maxmemory", 1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.cases import case
 from tests.support.models import save_chat_model
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def read(path: Path) -> dict[str, Any]:
     return {row["custom_id"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
+@case("A-sp-04", "A-sp-09", "A-sp-15", "A-tok-11")
 def test_from_lines_to_every_output(embedded: Machine, tmp_path: Path) -> None:
     source, flat = tmp_path / "in.jsonl", tmp_path / "flat.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
@@ -67,7 +69,7 @@ def test_from_lines_to_every_output(embedded: Machine, tmp_path: Path) -> None:
 
 
 def _check_colours(rows: dict[str, Any]) -> None:
-    """A-sp-04: four streams from one seed; the lines that ask for one choice are equal to each other."""
+    """Four streams from one seed; the lines that ask for one choice are equal to each other."""
     four = [choice["token_ids"] for choice in rows["four"]["choices"]]
     assert len({tuple(ids) for ids in four}) == 4
     assert rows["one"]["token_ids"] == rows["again"]["token_ids"] == rows["four"]["token_ids"] == four[0]
@@ -75,7 +77,7 @@ def _check_colours(rows: dict[str, Any]) -> None:
 
 
 def _check_echo(choice: dict[str, Any], prompt: str, generated: int) -> None:
-    """A-tok-11, A-sp-09: an entry for every token, the first one null, offsets into the text."""
+    """An entry for every token, the first one null, offsets into the text."""
     assert choice["text"].startswith(prompt)
     assert choice["finish_reason"] == "length"
     logprobs = choice["logprobs"]

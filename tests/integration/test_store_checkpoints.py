@@ -1,4 +1,4 @@
-"""Checkpoints: written under the lease alone, read back as they were, gone with the outcome. # A-q-04"""
+"""Checkpoints: written under the lease alone, read back as they were, gone with the outcome."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.support.batches import (
     request,
     submit,
 )
+from tests.support.cases import case
 
 if TYPE_CHECKING:
     from typing import Any
@@ -123,6 +124,7 @@ class TestLeases:
         assert store.save_checkpoints([(lease, 0, (progress(),))], "v1") == []
         assert rows(store) == [(0, 0, 1, "v1")]
 
+    @case("A-q-04")
     def test_the_next_worker_goes_on_from_there(self, store: Store) -> None:
         batch_id = submit(store, 4)
         lease = claim(store, batch_id, ttl=GONE)

@@ -1,4 +1,4 @@
-"""A request that kills its workers is parted from the others and given up; the others finish. # A-q-04"""
+"""A request that kills its workers is parted from the others and given up; the others finish."""
 
 from __future__ import annotations
 

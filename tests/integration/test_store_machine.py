@@ -1,4 +1,4 @@
-"""Random work on the store, rule by rule beside a model of a few lines, on both databases. # A-q-06, A-eng-03
+"""Random work on the store, rule by rule beside a model of a few lines, on both databases.
 
 After every rule the tables are what the model says: each request is in exactly one shard and has at most one outcome,
 fences only grow, counts add up, no checkpoint outlives its request, and what a stale lease brings changes nothing. In

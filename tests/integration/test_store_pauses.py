@@ -11,10 +11,12 @@ from batchjobs.errors import NotFound, UsageError
 from batchjobs.store import Store, WorkerInfo
 from batchjobs.types import BatchStatus, Counts, ShardId
 from tests.support.batches import answer, claim, create, failure, finish, request, select, submit
+from tests.support.cases import case
 
 
 class TestBatches:
-    def test_nothing_is_claimed_meanwhile(self, store: Store) -> None:  # A-eng-03
+    @case("A-eng-03")
+    def test_nothing_is_claimed_meanwhile(self, store: Store) -> None:
         batch_id = submit(store, 1)
         assert store.pause_batch(batch_id)
         assert store.batch(batch_id).paused

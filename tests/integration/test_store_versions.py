@@ -9,6 +9,7 @@ import pytest
 
 from batchjobs.types import FinishReason, RequestError, RequestStatus, VersionSpan
 from tests.support.batches import FOREVER, answer, claim, crash, failure, finish, progress, select, submit
+from tests.support.cases import case
 
 if TYPE_CHECKING:
     from batchjobs.store import Store
@@ -123,7 +124,8 @@ class TestCheckpoints:
 
 
 class TestView:
-    def test_one_row_a_span(self, store: Store) -> None:  # A-eng-04
+    @case("A-eng-04")
+    def test_one_row_a_span(self, store: Store) -> None:
         batch_id = submit(store, 4)
         lease = claim(store, batch_id)
         third = replace(NEW, from_token=4, attempt=3)

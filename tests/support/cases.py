@@ -8,7 +8,7 @@ pytest.param(..., marks=case("A-in-04"))          one row of a table of cases
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,11 +56,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tests: dict[str, dict[str, str]] = defaultdict(dict)
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.getreports(outcome):
-            for name in dict(report.user_properties).get("cases", ()):
+            for name in dict(getattr(report, "user_properties", ())).get("cases", ()):
                 tests[name][report.nodeid] = outcome
     terminalreporter.section("cases")
+    totals: Counter[str] = Counter()
     for name in CASES:
         found = tests.get(name, {})
-        bad = [node for node, outcome in found.items() if outcome != "passed"]
-        verdict = "no test" if not found else "FAILED" if bad else "passed"
-        terminalreporter.write_line(f"{name:<9} {verdict:<8} {len(found):>3}  {next(iter(bad or found), '')}")
+        worst = next((outcome for outcome in ("failed", "error", "skipped") if outcome in found.values()), "passed")
+        verdict = worst if found else "no test"
+        totals[verdict] += 1
+        first = next((node for node, outcome in found.items() if outcome == worst), "")
+        terminalreporter.write_line(f"{name:<9} {verdict:<8} {len(found):>3}  {first}")
+    terminalreporter.write_line(", ".join(f"{count} {verdict}" for verdict, count in totals.items()))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchjobs.types import FinishReason
+from tests.support.cases import case
 from tests.support.engines import make
 from tests.support.models import VOCAB_SIZE, load_reference, solo_greedy
 from workers.engine import EngineOutput, EngineRequest, SamplingParams
@@ -25,8 +26,8 @@ def tokens(output: EngineOutput) -> list[tuple[int, ...]]:
 SAMPLED = SamplingParams(n=4, seed=7, temperature=1.0, max_tokens=10, ignore_eos=True)
 
 
+@case("A-sp-04")
 def test_four_choices_differ_and_are_the_same_set_again(llama: Path) -> None:
-    """A-sp-04."""
     engine = make(llama)
     output = engine.generate([prompt()], SAMPLED)[0]
     assert [choice.choice for choice in output.choices] == [0, 1, 2, 3]
@@ -34,8 +35,8 @@ def test_four_choices_differ_and_are_the_same_set_again(llama: Path) -> None:
     assert tokens(make(llama, max_requests_per_batch=2).generate([prompt()], SAMPLED)[0]) == tokens(output)
 
 
+@case("A-sp-04")
 def test_the_first_choice_is_that_of_a_request_for_one_and_equal_requests_are_equal(llama: Path) -> None:
-    """A-sp-04."""
     one = SamplingParams(n=1, seed=7, temperature=1.0, max_tokens=10, ignore_eos=True)
     first, second, four = make(llama).generate([prompt()] * 3, [one, one, SAMPLED])
     assert first.token_ids == second.token_ids == four.token_ids
@@ -75,8 +76,9 @@ def test_one_outcome_a_request_when_its_last_choice_has_ended(llama: Path) -> No
 
 
 @pytest.mark.parametrize("async_batching", [False, True])
+@case("A-eng-05")
 def test_cancelling_ends_every_choice_and_frees_every_page_again_and_again(llama: Path, async_batching: bool) -> None:
-    """A-eng-05: waiting, prefilling and decoding choices alike, a hundred times."""
+    """Waiting, prefilling and decoding choices alike, a hundred times."""
     engine = make(llama, max_requests_per_batch=3, use_async_batching=async_batching)
     endless = SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=150, ignore_eos=True)
     rng = random.Random(4)

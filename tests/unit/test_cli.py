@@ -23,6 +23,7 @@ from batchjobs.jsonl import parse_line
 from batchjobs.results import FIELDS
 from batchjobs.sampling_fields import SAMPLING_NAMES
 from batchjobs.settings import Settings
+from tests.support.cases import case
 from tests.support.command_line import CommandLine, command_line
 
 if TYPE_CHECKING:
@@ -215,8 +216,8 @@ def test_a_batch_that_is_not_there_exits_with_4(command_line: CommandLine) -> No
         assert done.stderr.count("\n") == 1, arguments
 
 
+@case("A-sec-06")
 def test_an_unreachable_database_exits_with_3_and_hides_its_password(command_line: CommandLine) -> None:
-    """A-sec-06."""
     url = "postgresql://u:p%40ss@127.0.0.1:1/db"
     for debug in ([], ["--debug"]):
         done = command_line.run("--database-url", url, *debug, "list")
@@ -226,8 +227,8 @@ def test_an_unreachable_database_exits_with_3_and_hides_its_password(command_lin
         assert "p%40ss" not in done.output
 
 
+@case("A-cli-04")
 def test_ids_that_look_like_options_need_two_dashes(command_line: CommandLine) -> None:
-    """A-cli-04."""
     assert command_line.run("status", "--", "-rf").exit_code == 4
     done = command_line.run("status", "How many movies were made before 2000?")
     assert done.exit_code == 4
@@ -244,8 +245,8 @@ def refused(tmp_path: Path, count: int, custom_id: str, prompt: str) -> Path:
     return path
 
 
+@case("A-cli-01")
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    """A-cli-01."""
     home = {"BATCHJOBS_HOME": str(tmp_path / "home"), "BATCHJOBS_REDIS_URL": "redis://127.0.0.1:1/0"}
     source = refused(tmp_path, 800, "x" * 400, "a")
     batch = start("submit", str(source), "--on-invalid", "skip", **home).stdout.decode().strip()
@@ -259,8 +260,8 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     assert (code, made.stderr) == ("141", b"")
 
 
+@case("A-cli-01")
 def test_a_closed_pipe_ends_tables_alike(tmp_path: Path) -> None:
-    """A-cli-01."""
     reader, writer = os.pipe()
     os.close(reader)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BATCHJOBS_")}
@@ -277,8 +278,9 @@ def test_a_closed_pipe_ends_tables_alike(tmp_path: Path) -> None:
     assert (made.returncode, made.stderr) == (141, b"")
 
 
+@case("A-cli-03")
 def test_an_ascii_terminal_gets_escapes_and_files_get_utf8(tmp_path: Path) -> None:
-    """A-cli-03: nothing fails for the locale's sake; input and JSON are always UTF-8."""
+    """Nothing fails for the locale's sake; input and JSON are always UTF-8."""
     environment = {
         "LC_ALL": "C",
         "PYTHONUTF8": "0",
@@ -299,8 +301,8 @@ def test_an_ascii_terminal_gets_escapes_and_files_get_utf8(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("command", [("status",), ("list",), ("show",), ("results", "--format", "table")])
+@case("A-sec-02")
 def test_control_characters_reach_no_terminal(command_line: CommandLine, command: tuple[str, ...]) -> None:
-    """A-sec-02."""
     evil = "\x1b[2J\x1b]0;pwned\x07 \x9b31m"
     batch = command_line.submit({"custom_id": evil, "prompt": evil}, options=("--name", evil))
     command_line.out("cancel", batch, "--yes")
@@ -310,6 +312,7 @@ def test_control_characters_reach_no_terminal(command_line: CommandLine, command
     assert not any((ord(character) < 32 and character != "\n") or 127 <= ord(character) < 160 for character in shown)
 
 
+@case("A-sec-02")
 def test_json_keeps_the_exact_text(command_line: CommandLine) -> None:
     evil = "\x1b[2J\x9b31m\u2028"
     batch = command_line.submit({"custom_id": evil, "prompt": "a"})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchjobs.cli.model import update_sentence
+from tests.support.cases import case
 from tests.support.command_line import CommandLine, command_line
 from tests.support.orders import UPDATED, VERSION, answer_orders, carried_out, drained, register
 
@@ -30,8 +31,9 @@ def store(command_line: CommandLine) -> Iterator[Store]:
 # -------------------------------------------------------------------------------------------------- pause, resume
 
 
+@case("A-eng-03")
 def test_a_batch_is_paused_and_resumed(command_line: CommandLine, store: Store) -> None:
-    """A-eng-03: status shows who paused it, when and why."""
+    """Status shows who paused it, when and why."""
     register(store, "w1")
     batch = command_line.submit({"prompt": "a"})
     done = command_line.run("pause", batch, "--reason", "new weights\x1b[2J")

@@ -14,6 +14,7 @@ from batchjobs import checkup
 from batchjobs.database import Database
 from batchjobs.errors import ConnectionFailed
 from batchjobs.store import WorkerInfo
+from tests.support.cases import case
 from tests.support.command_line import CommandLine, command_line
 from workers.engine.config import EngineConfig
 
@@ -41,8 +42,8 @@ def test_sql_reads_and_changes_nothing(command_line: CommandLine) -> None:
     assert command_line.json("status", batch)["counts"]["total"] == 2
 
 
+@case("A-sec-02")
 def test_sql_shows_control_characters(command_line: CommandLine) -> None:
-    """A-sec-02."""
     command_line.submit({"custom_id": "\x1b[2J", "prompt": "a"})
     assert "\\x1b[2J" in command_line.out("sql", "select custom_id from requests")
 
@@ -59,10 +60,10 @@ def test_db_tells_and_makes_revisions(command_line: CommandLine) -> None:
     assert command_line.run("db", "upgrade").stderr == f"the database is at revision {before['head']}\n"
 
 
+@case("A-sec-06")
 def test_config_shows_values_and_sources_without_passwords(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A-sec-06."""
     (tmp_path / "batchjobs.toml").write_text("shard_size = 8\n")
     monkeypatch.setenv("BATCHJOBS_REDIS_URL", "redis://:s3cret@h:1/0")
     monkeypatch.setenv("BATCHJOBS_DATABASEURL", "x")

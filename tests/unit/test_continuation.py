@@ -198,7 +198,7 @@ def sampling(engine: Engine, case: str, prompt: Sequence[int]) -> SamplingParams
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_every_cut_of_an_answer_leads_to_the_same_answer(chat: Path, case: str, is_async: bool, page_size: int) -> None:
-    """A-q-04: at the first token, within a page and at its end, across a stop string, at the last token."""
+    """At the first token, within a page and at its end, across a stop string, at the last token."""
     settings: Mapping[str, Any] = {"page_size": page_size, "use_async_batching": is_async, "num_blocks": 400}
     first = make(chat, **settings)
     prompt = first.encode_prompt("a prompt of some length, ")

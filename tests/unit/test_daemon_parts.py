@@ -14,6 +14,7 @@ import pytest
 from batchjobs.errors import BatchjobsError, ConnectionFailed
 from batchjobs.store import Recorded
 from batchjobs.types import Completion, Endpoint, FinishReason, Lease, PromptScores, Request, RequestStatus, ShardId
+from tests.support.cases import case
 from tests.support.stub_engine import StubEngine
 from tests.support.waiting import eventually
 from workers.engine.requests import EngineOutput
@@ -462,7 +463,8 @@ class TestLog:
         assert stream.getvalue().endswith("Z INFO claimed shard B-0\n")
         assert len(stream.getvalue().splitlines()) == 1
 
-    def test_control_characters_are_shown(self, log: Any) -> None:  # A-sec-02
+    @case("A-sec-02")
+    def test_control_characters_are_shown(self, log: Any) -> None:
         logger, stream = log
         try:
             raise ValueError("\x1b]0;pwned\x07")

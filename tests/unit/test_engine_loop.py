@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from batchjobs.types import FinishReason
+from tests.support.cases import case
 from tests.support.models import save_model
 from tests.support.scripted_engine import ScriptedConfig, ScriptedEngine, request
 from tests.support.waiting import eventually
@@ -87,10 +88,11 @@ class TestWithAModel:
         real.add(real_request("next"), outcomes.put)
         assert outcomes.get(timeout=WAIT).request_id == "next"
 
+    @case("A-eng-10")
     def test_a_model_that_raises_in_the_middle_leaves_nobody_waiting(
         self, real: EngineLoop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A-eng-10: five requests in flight, the third step raises."""
+        """Five requests in flight, the third step raises."""
         forward, calls = real.engine.runner.forward, []
 
         def fail_at_the_third(*args: object, **kwargs: object) -> object:

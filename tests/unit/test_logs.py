@@ -15,6 +15,7 @@ import pytest
 from batchjobs.logs import IDS, JsonFormatter, LineFormatter, Redactor, log_to_stderr, name_worker
 from batchjobs.settings import load_settings
 from batchjobs.types import ShardId
+from tests.support.cases import case
 
 SHARD = ShardId("01ARZ3NDEKTSV4RRFFQ69G5FAV", 3)
 PASSWORD = "s3cr3t/pass"
@@ -130,7 +131,8 @@ class TestJson:
         assert json_log.lines[1]["event"] == "\\udc80"
 
 
-class TestControlCharacters:  # A-sec-02
+@case("A-sec-02")
+class TestControlCharacters:
     def test_they_are_shown_and_not_obeyed(self, log: Log) -> None:
         nasty = "\x1b]0;pwned\x07\x9b31m\u202e"
         log.logger.warning("name %s", f"{nasty}\nsecond line", extra={"batch": nasty})
@@ -145,6 +147,7 @@ class TestControlCharacters:  # A-sec-02
         assert (json_log.lines[0]["event"], json_log.lines[0]["batch"]) == ("\\x1b[2J", "\\x1b[2J")
 
 
+@case("A-sec-06")
 class TestSecrets:
     @pytest.mark.parametrize("url", URLS)
     def test_the_password_of_a_url_is_hidden_wherever_it_stands(self, url: str, log: Log) -> None:

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from batchjobs.errors import UsageError
+from tests.support.cases import case
 from tests.support.giving_way import run_giving_way
 from tests.support.models import (
     FAMILIES,
@@ -143,8 +144,8 @@ def test_a_model_that_mixes_the_rows_of_a_step_is_refused(
         Engine(str(folder), EngineConfig(device="cpu"))
 
 
+@case("A-sec-09")
 def test_a_model_with_code_of_its_own_is_refused_and_the_code_not_run(tmp_path: Path) -> None:
-    """A-sec-09."""
     folder = save_model("llama", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}}
@@ -192,6 +193,7 @@ def test_the_context_is_the_models_own(tmp_path: Path) -> None:
         assert load_model(str(tmp_path / str(number)), device=torch.device("cpu"), dtype="auto").max_model_len == length
 
 
+@case("A-sp-08")
 def test_an_answer_ends_by_every_id_of_the_generation_config(tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path)
     assert load_model(str(folder), device=torch.device("cpu"), dtype="auto").eos_ids == {1}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchjobs.types import FinishReason, SamplingParams, VersionSpan
+from tests.support.cases import case
 from tests.support.engines import make, prompts
 from tests.support.models import save_chat_model, save_model
 from tests.support.updates import (
@@ -197,7 +198,8 @@ class TestPolicies:
         assert is_empty(engine)
         engine.close()
 
-    def test_the_switch_of_a_long_answer_is_marked(self, long: tuple[Path, Path]) -> None:  # A-eng-04
+    @case("A-eng-04")
+    def test_the_switch_of_a_long_answer_is_marked(self, long: tuple[Path, Path]) -> None:
         engine = make(long[0])
         engine.add(request("it", PROMPT, greedy(500)))
         step_until(engine, lambda: made(engine, "it") == 100)
@@ -218,7 +220,8 @@ class TestPolicies:
 
 class TestCaches:
     @pytest.mark.parametrize("policy", ["recompute", "keep", "finish", "restart"])
-    def test_a_known_beginning_is_not_known_any_more(self, long: tuple[Path, Path], policy: str) -> None:  # A-eng-01
+    @case("A-eng-01")
+    def test_a_known_beginning_is_not_known_any_more(self, long: tuple[Path, Path], policy: str) -> None:
         engine = make(long[0], num_blocks=500, page_size=16)
         shared = prompts(400, seed=7)
         prompt = [token for part in shared for token in part][:820]

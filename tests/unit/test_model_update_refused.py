@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig
 
 from batchjobs.errors import UsageError
+from tests.support.cases import case
 from tests.support.engines import make, prompts
 from tests.support.models import FAMILIES, save_chat_model, save_model, save_random
 from tests.support.updates import (
@@ -68,7 +69,7 @@ def _configure(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**known, **changes}))
 
 
-# What is done to a good checkpoint, and what is said then. A-eng-02
+# What is done to a good checkpoint, and what is said then.
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_truncate, "cannot load the model"),
     "missing": (lambda f: f.rename(f.with_name("elsewhere")), "no such folder"),
@@ -98,6 +99,7 @@ def _undisturbed(folder: Path) -> list[EngineOutput]:
 
 class TestBeforeTheFirstWrite:
     @pytest.mark.parametrize("name", BROKEN)
+    @case("A-eng-02")
     def test_a_broken_checkpoint(self, old: Path, new: Path, name: str) -> None:
         change, reason = BROKEN[name]
         change(new)
@@ -105,6 +107,7 @@ class TestBeforeTheFirstWrite:
 
     @pytest.mark.parametrize("name", OTHER)
     @pytest.mark.parametrize("policy", ["recompute", "keep"])
+    @case("A-eng-02")
     def test_another_shape(self, old: Path, new: Path, name: str, policy: str) -> None:
         change, reason = OTHER[name]
         change(new)

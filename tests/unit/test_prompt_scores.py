@@ -10,6 +10,7 @@ import torch
 from batchjobs.errors import InvalidParameter
 from batchjobs.types import FinishReason
 from tests.support import engines
+from tests.support.cases import case
 from tests.support.engines import make
 from tests.support.models import load_reference, recomputed_logprobs, solo_greedy
 from workers.engine import EngineRequest, SamplingParams, scheduler
@@ -36,8 +37,8 @@ SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 @pytest.mark.parametrize("async_batching", [False, True])
 @pytest.mark.parametrize("max_batch_tokens", [5, 64])
+@case("A-sp-09")
 def test_scoring_makes_no_token(llama: Path, async_batching: bool, max_batch_tokens: int) -> None:
-    """A-sp-09."""
     engine = make(llama, use_async_batching=async_batching, max_batch_tokens=max_batch_tokens)
     outputs = engine.generate(prompts(), SCORE)
     assert_scored(outputs, llama, prompts())
@@ -107,8 +108,9 @@ def test_a_single_token_has_nothing_to_score(llama: Path) -> None:
     assert (output.prompt_scores.logprobs, output.finish_reason) == ((None,), FinishReason.LENGTH)
 
 
+@case("A-ctx-02")
 def test_a_prompt_of_the_whole_context_can_be_scored_but_not_continued(llama: Path) -> None:
-    """A-ctx-02: 16 is allowed for max_tokens 0."""
+    """16 is allowed for max_tokens 0."""
     engine = make(llama, max_model_len=16)
     prompt = [3 + i for i in range(16)]
     scored, continued = engine.generate([prompt, prompt], [SCORE, SamplingParams(max_tokens=1)])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from batchjobs.types import SamplingParams
+from tests.support.cases import case
 from workers.engine import EngineRequest
 from workers.engine.sampler import BLOCK, SHORT_LIST, sample, score
 from workers.engine.sampling_rows import sampling_rows, uniform
@@ -130,8 +131,9 @@ def test_the_ends_of_the_unit_interval_fall_on_tokens_that_have_a_probability(
     assert int(sample(logits, rows).tokens) in (5, BLOCK + 3)
 
 
+@case("A-sp-12", "A-sp-13")
 def test_rows_of_a_step_obey_their_own_settings_only() -> None:
-    """A-sp-12, A-sp-13: one row each, then all together in every order."""
+    """One row each, then all together in every order."""
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(4)) * 2
     asked = [
         SamplingParams(temperature=0),

@@ -9,6 +9,7 @@ import pytest
 from batchjobs.errors import UsageError
 from batchjobs.settings import Settings, load_settings
 from batchjobs.types import Priority
+from tests.support.cases import case
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +77,8 @@ def test_bad_settings_say_where_they_stand(content: str, message: str) -> None:
         load_settings()
 
 
+@case("A-sec-06")
 def test_no_password_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A-sec-06."""
     monkeypatch.setenv("BATCHJOBS_REDIS_URL", "redis://:s3cret@h:1/0")
     settings = load_settings(database_url="postgresql://u:p%40ss@h/db")
     assert settings.shown("redis_url") == "redis://:***@h:1/0"

@@ -14,6 +14,7 @@ from tokenizers.models import BPE, Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from batchjobs.types import SamplingParams
+from tests.support.cases import case
 from workers.engine.text import StopMatcher, TextStream, Vocabulary
 
 WORDS = ["the", "sea", "end", "e", "n", "d", "é", "你", "好", "😀", "\n", ".", "EN", "D", "STOP"]
@@ -94,6 +95,7 @@ def streamed(words: Vocabulary, ids: list[int], text: str, sampling: SamplingPar
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
+@case("A-tok-04")
 def test_the_pieces_together_are_the_text_decoded_at_once(kind: str, data: st.DataObject) -> None:
     """Also for ids that no tokenizer would write: halves of characters, special tokens, ids beyond the vocabulary."""
     ids = data.draw(st.lists(st.integers(0, size(kind) + 2), max_size=24))
@@ -105,6 +107,7 @@ def test_the_pieces_together_are_the_text_decoded_at_once(kind: str, data: st.Da
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "metaspace"])
 @settings(max_examples=600, deadline=None)
 @given(data=st.data())
+@case("A-tok-06")
 def test_with_stop_strings_the_pieces_together_are_the_text_before_the_match(kind: str, data: st.DataObject) -> None:
     words = vocabulary(kind)
     ids = data.draw(st.lists(st.integers(0, size(kind) + 2), max_size=24))

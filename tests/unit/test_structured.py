@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from batchjobs.types import FinishReason
 from tests.support import engines
+from tests.support.cases import case
 from tests.support.models import save_chat_model
 from tests.support.schemas import random_schema, response_format
 from workers.engine import Engine, PromptError, SamplingParams, structured
@@ -194,10 +195,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "grammar"}, "must be text, json_object or json_schema"),
     ],
 )
+@case("A-sp-15")
 def test_a_format_that_cannot_be_held_is_refused_in_a_sentence(
     compiler: GrammarCompiler, asked: dict[str, Any], words: str
 ) -> None:
-    """A-sp-15."""
     with pytest.raises(PromptError, match=words) as refused:
         compiler.matcher(asked)
     assert refused.value.code == "invalid_response_format"
@@ -375,8 +376,8 @@ def test_an_answer_that_is_cut_says_so(chat_model: Path) -> None:
     assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 10)
 
 
+@case("A-sp-15")
 def test_a_bad_format_fails_its_own_request(chat_model: Path) -> None:
-    """A-sp-15."""
     bad, good = make(chat_model).generate(["a", "b"], [asking({"properties": {"foo": "bar"}}), asking({"const": 1})])
     assert bad.error is not None
     assert (bad.error.code, bad.text, bad.token_ids) == ("invalid_response_format", "", ())
