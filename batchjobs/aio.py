@@ -27,7 +27,7 @@ from batchjobs.client import Batch, Client
 from batchjobs.errors import WaitTimeout
 from batchjobs.following import follow_results
 from batchjobs.results import Result
-from batchjobs.waiting import _too_late
+from batchjobs.waiting import too_late
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -194,7 +194,7 @@ class AsyncBatch(_Layer[Batch]):
                 return await _run(lambda seen=looks.append: self.sync.wait(0, seen))  # type: ignore[misc]
             except WaitTimeout:
                 if left <= 0:
-                    raise WaitTimeout(_too_late(looks[-1], timeout or 0)) from None
+                    raise WaitTimeout(too_late(looks[-1], timeout or 0)) from None
             finally:
                 for info in looks:
                     seen(info)

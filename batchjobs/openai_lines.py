@@ -49,8 +49,11 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "store": (False,),
     "modalities": (["text"],),
+    "tools": ([],),
 }
-_IGNORED = {"user": str, "service_tier": str}
+_IGNORED = dict.fromkeys(
+    ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), str
+)
 """Labels for the API's own books; they change no answer."""
 
 OTHER_NAMES = frozenset({"model", "model_version", "metadata", "chat_template_kwargs", *_IGNORED, *_HARMLESS})

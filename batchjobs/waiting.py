@@ -42,7 +42,7 @@ def wait_for_end(
             return info
         if info.status == BatchStatus.CANCELLING:
             store.sweep_cancelled()
-    raise WaitTimeout(_too_late(info, timeout or 0))
+    raise WaitTimeout(too_late(info, timeout or 0))
 
 
 def wait_for_request(store: Store, batch_id: str, index: int, timeout: float) -> StoredResult:
@@ -124,6 +124,6 @@ def _left_open(command: Command, worker: WorkerRow | None) -> str:
     )
 
 
-def _too_late(info: BatchInfo, timeout: float) -> str:
+def too_late(info: BatchInfo, timeout: float) -> str:
     left = plural(info.counts.total - info.counts.done, "request")
     return f"batch {info.id} did not end within {timeout:g} s: {left} left; it goes on, wait for it again"

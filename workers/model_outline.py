@@ -96,21 +96,21 @@ def read_outline(
             where = _locate(source, revision)
             config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
             refuse_unsupported(config, source)
-            tokenizer = models._load_tokenizer(where, source)
+            tokenizer = models.load_tokenizer(where, source)
             generation = _generation_config(where, config)
         except UsageError:
             raise
         except Exception as error:  # whatever a broken folder raises, the user wants one sentence
-            raise UsageError(f"cannot read the model {source!r}: {models._first_sentence(error)}") from error
+            raise UsageError(f"cannot read the model {source!r}: {models.first_sentence(error)}") from error
         layers = _layers(config)
     return ModelOutline(
         name=short_name(source),
         architecture=str(config.model_type),
         tokenizer=tokenizer,
-        max_model_len=models._context_length(config),
+        max_model_len=models.context_length(config),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
-        eos_ids=models._eos_ids(generation, config, tokenizer),
-        dtype=models._dtype(dtype, torch_device, config),
+        eos_ids=models.eos_ids_of(generation, config, tokenizer),
+        dtype=models.chosen_dtype(dtype, torch_device, config),
         device=str(torch_device),
         layers=layers,
     )

@@ -169,7 +169,7 @@ class TokenCount:
         body = request.body
         fits = len(prompt_ids) < self.outline.max_model_len
         if self._is_scarce or not fits or "logit_bias" in body or "stop_token_ids" in body:
-            self._admission._check(EngineRequest(request.index, tuple(prompt_ids), request.sampling))
+            self._admission.check(EngineRequest(request.index, tuple(prompt_ids), request.sampling))
 
     def _new_admission(self, page_size: int) -> Admission:
         outline = self.outline

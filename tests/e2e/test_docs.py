@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from batchjobs.cli import main
-from tests.support.machine import Machine, _stop_private_redis
+from tests.support.machine import Machine, stop_private_redis
 from tests.support.models import save_chat_model
-from tests.unit.test_ops_commands import _commands_in, accept
+from tests.unit.test_ops_commands import accept, commands_in
 
 pytestmark = pytest.mark.xdist_group("docs")  # one worker for all of them
 
@@ -91,7 +91,7 @@ class Block:
             left = [line for line in lines if self.reason or _left_out(line)]
         else:
             left = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-        return [command for line in left for command in _commands_in(line.split(" && ")[-1].removesuffix("&"))]
+        return [command for line in left for command in commands_in(line.split(" && ")[-1].removesuffix("&"))]
 
 
 def _left_out(line: str) -> bool:
@@ -124,7 +124,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         machine.start("worker")
         yield machine
         machine.end()
-        _stop_private_redis(Path(home))
+        stop_private_redis(Path(home))
 
 
 @pytest.fixture

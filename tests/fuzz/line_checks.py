@@ -27,6 +27,7 @@ _DERIVED = ("prompt_logprobs",)
 _DEFAULTS = {each.name: getattr(SamplingParams(), each.name) for each in dataclasses.fields(SamplingParams)}
 _DEFAULTS |= {"echo": False, "response_format": {"type": "text"}}
 _UNSTORED = ("max_completion_tokens", "best_of", "stream", "store", "modalities", "user", "service_tier")
+_UNSTORED += ("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "tools")
 """Other names for what is stored, and fields that ask for nothing."""
 
 

@@ -91,10 +91,10 @@ def embedded(home: Path, model: Path) -> Iterator[Machine]:
     machine = Machine(home, model)
     yield machine
     machine.end()
-    _stop_private_redis(home)
+    stop_private_redis(home)
 
 
-def _stop_private_redis(home: Path) -> None:
+def stop_private_redis(home: Path) -> None:
     """A test may leave work in the queue, for which the private server stays up."""
     for socket in home.rglob("*.sock"):
         with closing(connect(f"unix://{socket}")) as client:

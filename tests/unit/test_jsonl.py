@@ -438,7 +438,7 @@ def test_unknown_fields_name_the_accepted_ones() -> None:
 
 
 def test_several_fields_that_cannot_be_used_are_named_together() -> None:
-    _, message = refusal({"prompt": "a", "foo": 1, "temprature": 1, "tools": []})
+    _, message = refusal({"prompt": "a", "foo": 1, "temprature": 1, "tools": [{}]})
     assert message == (
         'unknown field "foo"; unknown field "temprature"; did you mean temperature?; '
         "tools is not supported: tools cannot be called from a batch"
@@ -519,6 +519,9 @@ def test_an_openai_chat_line() -> None:
             "n": 1,
             "store": False,
             "service_tier": "auto",
+            "prompt_cache_key": "k",
+            "safety_identifier": "s",
+            "tools": [],
             "metadata": {"a": "b"},
             "response_format": {"type": "text"},
             "chat_template_kwargs": {"enable_thinking": False},

@@ -245,10 +245,10 @@ def test_the_page_lists_the_fields_that_are_accepted() -> None:
     assert listed("Ignored fields") == OTHER_NAMES - ACCEPTED_LABELS - listed("Accepted with one value only")
     for name in listed("Ignored fields"):
         assert request({**CHAT, name: "anything"}).body.keys() == request(CHAT).body.keys()
-    for name, value in {"stream": False, "store": False, "modalities": ["text"]}.items():
+    for name, value in {"stream": False, "store": False, "modalities": ["text"], "tools": []}.items():
         assert complaint(name, value) is None
         assert complaint(name, True) is not None
-    assert listed("Accepted with one value only") == {"stream", "store", "modalities"}
+    assert listed("Accepted with one value only") == {"stream", "store", "modalities", "tools"}
 
 
 def test_the_page_lists_the_fields_of_the_api_that_are_refused() -> None:

@@ -21,14 +21,14 @@ def typed() -> Iterator[tuple[str, str]]:
     for file in DOCUMENTS:
         for block in re.findall(r"```sh\n(.*?)```", file.read_text(), re.DOTALL):
             for line in block.splitlines():
-                yield from ((relative(file), found) for found in _commands_in(line))
+                yield from ((relative(file), found) for found in commands_in(line))
     for file in TEXTS:
         if file not in DOCUMENTS:
             for line in re.findall(r"^#   (.*)$", file.read_text(), re.M):
-                yield from ((relative(file), found) for found in _commands_in(line))
+                yield from ((relative(file), found) for found in commands_in(line))
 
 
-def _commands_in(line: str) -> Iterator[str]:
+def commands_in(line: str) -> Iterator[str]:
     line = re.sub(r"\s# .*$", "", line)
     for match in re.finditer(r"(?:^|\$\(|\s)(?:/opt/batchjobs/bin/)?batchjobs (?=[a-z-])", line):
         rest = re.split(r" < ", line[match.end() :])[0]

@@ -52,7 +52,7 @@ class Admission:
         Raises:
             PromptError: The request can never run.
         """
-        self._check(request)
+        self.check(request)
         sampling = request.sampling
         if seed is None:
             seed = self.seeds.getrandbits(53) if sampling.seed is None else sampling.seed
@@ -114,7 +114,7 @@ class Admission:
         # Some tokenizers know tokens that their model has no logits for: they can never come.
         return frozenset(i for i in ids if i < self._vocab_size), texts
 
-    def _check(self, request: EngineRequest) -> None:
+    def check(self, request: EngineRequest) -> None:
         length, sampling = len(request.prompt_ids), request.sampling
         if length == 0:
             raise PromptError("empty_prompt", "the prompt is empty: it gives no token to continue from")

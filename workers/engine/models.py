@@ -74,21 +74,21 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
             state = versions.state_of(files)
             model, report = AutoModelForCausalLM.from_pretrained(
                 **where,
-                dtype=_dtype(dtype, device, config),
+                dtype=chosen_dtype(dtype, device, config),
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
-            tokenizer = _load_tokenizer(where, source)
+            tokenizer = load_tokenizer(where, source)
         except UsageError:
             raise
         except Exception as error:  # whatever a broken checkpoint raises, the user wants one sentence
-            raise UsageError(f"cannot load the model {source!r}: {_first_sentence(error)}") from error
+            raise UsageError(f"cannot load the model {source!r}: {first_sentence(error)}") from error
     check_weights(report, source)
     model.requires_grad_(False)
     model.eval().to(device)
     _own_memory(model)
-    eos_ids = _eos_ids(model.generation_config, config, tokenizer)
+    eos_ids = eos_ids_of(model.generation_config, config, tokenizer)
     weights, reading = versions.weights_digest(files), versions.reading_digest(config, tokenizer, eos_ids)
     if versions.state_of(files) != state:  # else the name would be that of other weights
         raise UsageError(f"the files of {source!r} changed while they were read; try again when nobody writes them")
@@ -97,7 +97,7 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
         tokenizer=tokenizer,
         name=short_name(source),
         version=versions.version_of(weights, reading),
-        max_model_len=_context_length(config),
+        max_model_len=context_length(config),
         eos_ids=eos_ids,
         details=versions.details(model, files, weights, reading, None if snapshot is None else snapshot.name),
     )
@@ -178,7 +178,7 @@ def locate(source: str, revision: str | None = None) -> dict[str, str]:
     return {"pretrained_model_name_or_path": source} | ({} if revision is None else {"revision": revision})
 
 
-def _load_tokenizer(where: dict[str, str], source: str) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(where: dict[str, str], source: str) -> PreTrainedTokenizerBase | None:
     folder = Path(where["pretrained_model_name_or_path"])
     tokenizer_files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if "gguf_file" not in where and folder.is_dir() and not any((folder / f).exists() for f in tokenizer_files):
@@ -187,7 +187,7 @@ def _load_tokenizer(where: dict[str, str], source: str) -> PreTrainedTokenizerBa
     return AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
 
 
-def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+def chosen_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
     if name != "auto":
         return TORCH_DTYPES[name]
     if device.type == "cpu":
@@ -196,7 +196,7 @@ def _dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _context_length(config: Any) -> int:
+def context_length(config: Any) -> int:
     """The configuration's own; YaRN may reach further than the length that the model was made for."""
     text = config.get_text_config(decoder=True)
     lengths = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_sequence_length")]
@@ -207,7 +207,7 @@ def _context_length(config: Any) -> int:
     return length
 
 
-def _eos_ids(
+def eos_ids_of(
     generation: GenerationConfig | None, config: Any, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
     own = getattr(generation, "eos_token_id", None)
@@ -220,7 +220,7 @@ def _eos_ids(
     return frozenset(own if isinstance(own, list) else [own])
 
 
-def _first_sentence(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return (
             "it brings Python code of its own, which is never run; take a checkpoint that transformers can read alone"
