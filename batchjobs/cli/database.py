@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,15 +145,12 @@ def _write_json(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def _write_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """NULL is an empty cell. Texts stay exactly as they are."""
-    stream = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="")
-    try:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
-        stream.flush()
-    finally:
-        stream.detach()  # stdout stays open
+    from batchjobs.cli.csv_rows import CsvRows
+
+    written = CsvRows(sys.stdout.buffer)
+    for row in chain([columns], rows):
+        written.write(row)
+    sys.stdout.buffer.flush()
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
+from batchjobs.cli.csv_rows import CsvRows
 from batchjobs.openai_format import is_success, openai_line
 from batchjobs.results import Result, instant, json_text
 
@@ -115,26 +114,15 @@ class _LineWriter:
 
 
 class _CsvWriter:
-    """Cells are exactly what is stored. All that ends a line for some reader is inside of quotes."""
-
     def __init__(self, out: BinaryIO) -> None:
-        self._out = out
-        self._line = io.StringIO(newline="")
-        # With this line end, the csv module quotes cells with a CR too; the line that is written ends at LF.
-        self._csv = csv.writer(self._line, lineterminator="\r\n")
-        self._write(CSV_COLUMNS)
+        self._rows = CsvRows(out)
+        self._rows.write(CSV_COLUMNS)
 
     def add(self, stored: StoredResult) -> None:
-        self._write(_csv_row(Result.of(stored)))
+        self._rows.write(_csv_row(Result.of(stored)))
 
     def close(self) -> None:
         pass
-
-    def _write(self, cells: Iterable[object]) -> None:
-        self._csv.writerow(cells)
-        self._out.write(self._line.getvalue()[:-2].encode() + b"\n")
-        self._line.seek(0)
-        self._line.truncate()
 
 
 def _csv_row(result: Result) -> list[object]:

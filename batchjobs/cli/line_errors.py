@@ -52,7 +52,7 @@ def grouped(errors: Iterable[LineError]) -> list[SameError]:
     """The errors by what they say, in the order of the first line of each."""
     groups: dict[tuple[str | None, str], SameError] = {}
     for error in errors:
-        key = (error.source, _PLACE.sub(r"\1", error.message))
+        key = (error.source, _PLACE.sub("\\1 \0", error.message))  # a message has no NUL of its own
         groups.setdefault(key, SameError(error.source, error.message)).add(error)
     return list(groups.values())
 

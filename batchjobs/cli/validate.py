@@ -233,13 +233,13 @@ def _judge(
     if not as_json:
         _print(found, report, refused)
     code = 0
-    if counted is not None and counted.refused:
-        requests = plural(counted.refused, "request")
-        complain(f"{requests} would fail with {counted.outline.name}; mend the lines, or choose another model")
-        code = 2
     if found.refusal is not None:
         complain(str(found.refusal))
         code = found.refusal.exit_code
+    if counted is not None and counted.refused:
+        requests = plural(counted.refused, "request")
+        complain(f"{requests} would fail with {counted.outline.name}; mend the lines, or choose another model")
+        code = code or 2
     return code
 
 
@@ -255,6 +255,6 @@ def _print(found: Inspection, report: dict[str, Any], refused: Sequence[LineErro
         say(f"warning: {cut_line(cut)}")
     if cuts["count"] > _SHOWN_CUTS:
         say(f"... and {cuts['count'] - _SHOWN_CUTS:,} more; --json names them")
-    print_line_errors(refused)
     if found.refusal is not None:
         print_line_errors(found.errors)
+    print_line_errors(refused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +24,8 @@ def test_csv_is_csv(command_line: CommandLine) -> None:
     assert command_line.out("sql", "--csv", QUERY) == expected
     assert command_line.out("sql", "--csv", "--limit", 1, QUERY) == expected[: expected.index("あ")]
     assert command_line.out("sql", "--csv", "SELECT custom_id FROM requests WHERE 1 = 0") == "custom_id\n"
+    with_cr = command_line.out("sql", "--csv", "SELECT 'a' || char(13) || 'b' AS x, 1 AS y")
+    assert list(csv.reader(io.StringIO(with_cr, newline=""))) == [["x", "y"], ["a\rb", "1"]]
 
 
 def test_the_query_may_come_from_a_file_or_stdin(command_line: CommandLine, tmp_path: Path) -> None:

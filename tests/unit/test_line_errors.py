@@ -50,6 +50,15 @@ def test_places_in_the_line_make_no_difference(capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_a_name_that_looks_like_a_place_is_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = [LineError(n, f'unknown field "{name}"') for n, name in enumerate(("column", "column 7", "column #"), 1)]
+    assert told(capsys, *mixed) == [
+        'line 1: unknown field "column"',
+        'line 2: unknown field "column 7"',
+        'line 3: unknown field "column #"',
+    ]
+
+
 def test_each_file_has_its_own_messages(capsys: pytest.CaptureFixture[str]) -> None:
     mixed = [*errors(1, 2, source="a.jsonl"), *errors(1, source="b.jsonl")]
     assert told(capsys, *mixed) == ["a.jsonl, lines 1-2: m", "b.jsonl, line 1: m"]

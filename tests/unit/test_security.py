@@ -68,10 +68,14 @@ DOUBLED_LISTS = (
 )
 
 
+NESTED = "{{% set ns = namespace(a=['x']) %}}{{% for i in range({}) %}}{{% set ns.a = [{}] %}}{{% endfor %}}"
+
+
 @case("A-sec-04")
 @pytest.mark.parametrize(
     ("template", "limit"),
     [
+        pytest.param(NESTED.format(40, "ns.a, ns.a") + "{{ raise_exception(ns.a) }}", "", id="the words of an error"),
         pytest.param(LOOPS, "processor time", id="three loops"),
         pytest.param("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(90) }}", "time", id="macros"),
         pytest.param("{{ lipsum(n=10**9) }}", "time", id="lipsum"),
@@ -110,6 +114,7 @@ def test_an_expensive_template_costs_its_conversation_and_little_else(
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% import '/etc/passwd' as p %}", "no loader"),
         ("{% extends '/etc/passwd' %}", "no loader"),
+        (NESTED.format(5000, "ns.a") + "{{ raise_exception(ns.a) }}", "RecursionError"),
         ("{% for %}", "Expected an expression"),
         ("{{ nothing.at_all }}", "'nothing' is undefined"),
         ("{{ raise_exception('no \x1b[2J system role') }}", "refused the messages: no \x1b"),
@@ -326,11 +331,17 @@ def test_an_odd_configuration_is_refused_in_a_sentence_or_harmless(copied: Path,
         assert len(message) < 500
 
 
-def test_a_gguf_file_with_odd_metadata_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_gguf_file_with_odd_metadata_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHJOBS_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "odd.gguf"
     writer = GGUFWriter(file, "llama")
     writer.add_chat_template("{{ cycler.__init__.__globals__.os.system('id') }}")
-    writer.add_block_count(2)
+    for add in (writer.add_block_count, writer.add_head_count):
+        add(2)
+    for add in (writer.add_embedding_length, writer.add_feed_forward_length, writer.add_vocab_size):
+        add(32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -37,6 +37,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 RENDERED, FAILED, LIMITED = b"R", b"E", b"L"
 KILL_AFTER = 2  # times the limit: native code that runs on is ended by the kernel
+TAKEN_AT_MOST = 2**30  # bytes of address space when it is ready, where that cannot be found out
 PR_SET_PDEATHSIG = 1
 ENCODING = ("utf-8", "surrogatepass")
 _WARM_UP = (
@@ -84,9 +85,12 @@ def _forked(work: Callable[[], None]) -> int:
 def confine(memory_bytes: int) -> None:
     """From here on it can open nothing, write no file, start no program, and take so much more memory at most."""
     if sys.platform == "linux":  # elsewhere this cannot be limited
-        with open("/proc/self/statm") as sizes:
-            allowed = int(sizes.read().split()[0]) * resource.getpagesize() + memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+        try:
+            with open("/proc/self/statm") as sizes:
+                taken = int(sizes.read().split()[0]) * resource.getpagesize()
+        except OSError:  # a container without /proc
+            taken = TAKEN_AT_MOST
+        resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes,) * 2)
     for limit, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
@@ -101,7 +105,7 @@ def answer(request: bytes, seconds: float, output_characters: int) -> tuple[byte
     try:
         try:
             _arm(seconds)
-            text = render(json.loads(request))
+            return attempt(request, output_characters)
         finally:
             _arm(0)
     except TooExpensive:
@@ -109,6 +113,16 @@ def answer(request: bytes, seconds: float, output_characters: int) -> tuple[byte
         return LIMITED, "time"
     except MemoryError:
         return LIMITED, "memory"
+    except Exception as error:  # noqa: BLE001  an error that cannot even be told
+        return FAILED, type(error).__name__
+
+
+def attempt(request: bytes, output_characters: int) -> tuple[bytes, str]:
+    """The same, within the limits: to put an error into words is work too, and its template has chosen how much."""
+    try:
+        text = render(json.loads(request))
+    except MemoryError:
+        raise
     except jinja2.exceptions.SecurityError as error:
         return FAILED, f"it does what its sandbox forbids (SecurityError): {_short(error)}"
     except jinja2.exceptions.TemplateError as error:
