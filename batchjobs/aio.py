@@ -7,8 +7,9 @@ async with AsyncClient() as client:
     async for result in batch.results(follow=True):
         print(result.custom_id, result.text)
 
-No thread is held while something is waited for. A task that is cancelled leaves nothing running: what it had begun in a
-thread has ended, or was taken back, before ``CancelledError`` goes on.
+No thread is held while something is waited for. When a task is cancelled, what had not begun is dropped at once, and
+what had begun in a thread has ended before ``CancelledError`` goes on. Only a submission is left to its thread, which
+takes it back once its source moves: it may be silent for ever.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import aclosing, suppress
 from functools import wraps
 from itertools import islice
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
-from batchjobs.client import Batch, Client
-from batchjobs.errors import WaitTimeout
+from batchjobs.client import Batch, Client, while_open
+from batchjobs.errors import BatchjobsError, WaitTimeout
 from batchjobs.following import follow_results
 from batchjobs.results import Result
 from batchjobs.waiting import too_late
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
     from batchjobs.inputs import Submittable
     from batchjobs.settings import Settings
+    from batchjobs.store import Store, StoredResult
     from batchjobs.types import BatchInfo
 
 P = ParamSpec("P")
@@ -44,31 +49,35 @@ _PAGE = 32
 """Results that are read at a time, while those before them are used."""
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
+_THREADS = 8
+"""Calls that run at a time, and submissions besides. Together they need about the connections of one database pool."""
+_PARTING_SECONDS = 2.0
+"""How long ``close`` waits for cancelled submissions that are being taken back."""
 
 
 # -------------------------------------------------------------------------------------------------------- threads
 
 
-def _begin(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs it in a thread. A future and no task: ``asyncio.run`` cancels tasks at its end, and threads go on."""
-    return asyncio.get_running_loop().run_in_executor(None, contextvars.copy_context().run, call)
+def _begin(threads: Executor, call: Callable[[], T]) -> Future[T]:
+    return threads.submit(contextvars.copy_context().run, call)
 
 
-async def _end(running: asyncio.Future[Any]) -> None:
-    """Waits until it has ended, however it ended and however often the task is cancelled meanwhile."""
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError:
-            continue
-    if not running.cancelled():
-        running.exception()  # seen, so that nobody complains
+async def _end(running: Future[Any]) -> None:
+    """Takes back what has not begun, and waits for what has, however often the task is cancelled meanwhile."""
+    if running.cancel() or running.done():
+        return
+    ended = asyncio.wrap_future(running)
+    while not ended.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([ended])
+    if not ended.cancelled():
+        ended.exception()  # seen, so that nobody complains
 
 
-async def _run(call: Callable[[], T]) -> T:
-    running = _begin(call)
+async def _run(threads: Executor, call: Callable[[], T]) -> T:
+    running = _begin(threads, call)
     try:
-        return await asyncio.shield(running)
+        return await asyncio.wrap_future(running)
     finally:
         await _end(running)
 
@@ -77,6 +86,7 @@ class _Layer(Generic[S]):
     """Over ``sync``, the object that does the work."""
 
     sync: S
+    _threads: Executor
 
 
 def _threaded(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[_Layer[S], P], Coroutine[Any, Any, T]]:
@@ -84,17 +94,17 @@ def _threaded(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[_Lay
 
     @wraps(call)
     async def threaded(self: _Layer[S], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await _run(lambda: call(self.sync, *args, **kwargs))
+        return await _run(self._threads, lambda: call(self.sync, *args, **kwargs))
 
     return threaded
 
 
-async def _read_ahead(rows: Iterator[T]) -> AsyncGenerator[T, None]:
+async def _read_ahead(threads: Executor, rows: Iterator[T]) -> AsyncGenerator[T, None]:
     """The rows, read by the page: while one is used, the next one comes."""
-    coming = _begin(lambda: list(islice(rows, _PAGE)))
+    coming = _begin(threads, lambda: list(islice(rows, _PAGE)))
     try:
-        while page := await asyncio.shield(coming):
-            coming = _begin(lambda: list(islice(rows, _PAGE)))
+        while page := await asyncio.wrap_future(coming):
+            coming = _begin(threads, lambda: list(islice(rows, _PAGE)))
             for row in page:
                 yield row
     finally:
@@ -112,45 +122,56 @@ class AsyncClient(_Layer[Client]):
 
     def __init__(self, settings: Settings | None = None, **overrides: Any) -> None:
         self.sync = Client(settings, **overrides)
+        self._threads = ThreadPoolExecutor(_THREADS, "batchjobs")  # they end with the last one who holds it
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._given_up: WeakSet[threading.Thread] = WeakSet()
 
     async def submit(self, source: Submittable, **options: Any) -> AsyncBatch:
         """As :meth:`batchjobs.Client.submit`; an iterable is iterated in a thread.
 
-        If the task is cancelled meanwhile, nothing of the submission stays; with ``key``, what was stored so far waits
-        for the same submission, which then finishes it.
+        A task that is cancelled meanwhile goes on at once. The thread notices with the next item of an iterable, or the
+        next 1,000 lines of a file, and takes back what was stored; with ``key``, it waits for the same submission,
+        which then finishes it. A source that never moves again keeps its thread, but no process from ending.
         """
-        given_up = threading.Event()
-        progress = options.pop("progress", None)
-
-        def stored(requests: int) -> None:
-            if given_up.is_set():
-                raise _GivenUp
-            if progress is not None:
-                progress(requests)
-
-        running = _begin(lambda: self.sync.submit(source, progress=stored, **options))
-        try:
-            return AsyncBatch(await asyncio.shield(running))
-        except asyncio.CancelledError:
-            given_up.set()
-            await _end(running)
-            if options.get("key") is None and running.exception() is None:
-                await _end(_begin(running.result().cancel))  # too late to be taken back
-            raise
+        turn = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_THREADS))
+        async with turn:
+            thread = _Submission(self.sync, source, options)
+            thread.start()
+            try:
+                return AsyncBatch(await asyncio.wrap_future(thread.made), self._threads)
+            except asyncio.CancelledError:
+                if thread.made.cancel():
+                    self._given_up.add(thread)
+                else:  # it was made at this very moment
+                    await _end(thread.made)
+                    await _end(_begin(self._threads, thread.cancel_what_was_made))
+                raise
 
     async def batch(self, batch_id: str) -> AsyncBatch:
         """A batch that was submitted before. Raises NotFound."""
-        return AsyncBatch(await _run(lambda: self.sync.batch(batch_id)))
+        return AsyncBatch(await _run(self._threads, lambda: self.sync.batch(batch_id)), self._threads)
 
     async def query(self, sql: str, *, limit: int | None = None, timeout_seconds: float = 60.0) -> list[dict[str, Any]]:
         """The rows of one SELECT, as :meth:`batchjobs.Client.query` gives them, all at once."""
-        return await _run(lambda: list(self.sync.query(sql, limit=limit, timeout_seconds=timeout_seconds)))
+        return await _run(
+            self._threads, lambda: list(self.sync.query(sql, limit=limit, timeout_seconds=timeout_seconds))
+        )
+
+    async def close(self) -> None:
+        """As :meth:`batchjobs.Client.close`. Cancelled submissions get two seconds to be taken back."""
+
+        def close() -> None:
+            deadline = time.monotonic() + _PARTING_SECONDS
+            for thread in list(self._given_up):
+                thread.join(max(0.0, deadline - time.monotonic()))
+            self.sync.close()
+
+        await _run(self._threads, close)
 
     batches = _threaded(Client.batches)
     workers = _threaded(Client.workers)
     pause_workers = _threaded(Client.pause_workers)
     resume_workers = _threaded(Client.resume_workers)
-    close = _threaded(Client.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -164,8 +185,9 @@ class AsyncClient(_Layer[Client]):
 class AsyncBatch(_Layer[Batch]):
     """:class:`batchjobs.Batch` for asyncio. Everything is read afresh each time; ``sync`` is the batch behind it."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, threads: Executor) -> None:
         self.sync = batch
+        self._threads = threads
 
     @property
     def id(self) -> str:
@@ -176,7 +198,7 @@ class AsyncBatch(_Layer[Batch]):
 
     async def info(self) -> BatchInfo:
         """Everything ``batchjobs status`` shows; ``status`` and ``counts`` are in it."""
-        return await _run(lambda: self.sync.info)
+        return await _run(self._threads, lambda: self.sync.info)
 
     async def wait(
         self, timeout: float | None = None, seen: Callable[[BatchInfo], None] = lambda info: None
@@ -191,7 +213,7 @@ class AsyncBatch(_Layer[Batch]):
             left = pause if deadline is None else deadline - time.monotonic()
             looks: list[BatchInfo] = []
             try:
-                return await _run(lambda seen=looks.append: self.sync.wait(0, seen))  # type: ignore[misc]
+                return await _run(self._threads, lambda seen=looks.append: self.sync.wait(0, seen))  # type: ignore[misc]
             except WaitTimeout:
                 if left <= 0:
                     raise WaitTimeout(too_late(looks[-1], timeout or 0)) from None
@@ -207,14 +229,14 @@ class AsyncBatch(_Layer[Batch]):
         To leave the loop early, wrap it: ``async with contextlib.aclosing(batch.results()) as results: ...``.
         """
         if not follow:
-            async with aclosing(_read_ahead(self.sync.results())) as rows:
+            async with aclosing(_read_ahead(self._threads, self.sync.results())) as rows:
                 async for result in rows:
                     yield result
             return
         after_index = -1
         while True:
             look = _Look(self.sync, after_index)
-            async with aclosing(_read_ahead(look.results())) as rows:
+            async with aclosing(_read_ahead(self._threads, look.results())) as rows:
                 async for result in rows:
                     after_index = result.index
                     yield result
@@ -234,6 +256,66 @@ class _GivenUp(BaseException):
     """Nobody waits for the submission any more."""
 
 
+class _Submission(threading.Thread):
+    """A submission in a thread of its own, because nobody knows how long its source is silent.
+
+    Whether it came first to ``made`` or was given up is decided there: a future that was cancelled takes no result.
+    """
+
+    def __init__(self, client: Client, source: Submittable, options: dict[str, Any]) -> None:
+        super().__init__(name="batchjobs-submission", daemon=True)
+        self.made: Future[Batch] = Future()
+        self._client = client
+        self._source = source
+        self._options = options
+        self._progress = options.pop("progress", None)
+        self._context = contextvars.copy_context()
+
+    def run(self) -> None:
+        try:
+            batch = self._context.run(self._submit)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it
+            if self.made.set_running_or_notify_cancel():
+                self.made.set_exception(error)
+            return
+        if self.made.set_running_or_notify_cancel():
+            self.made.set_result(batch)
+        else:
+            self._cancel(batch)
+
+    def _submit(self) -> Batch:
+        source = self._source
+        is_file = isinstance(source, str | PathLike) or hasattr(source, "read")
+        if isinstance(source, Iterable) and not is_file and not isinstance(source, Mapping):
+            source = self._items(source)
+        return self._client.submit(source, progress=self._stored, **self._options)
+
+    def _items(self, source: Iterable[T]) -> Iterator[T]:
+        for item in source:
+            self._check_wanted()
+            yield item
+        self._check_wanted()
+
+    def _stored(self, requests: int) -> None:
+        self._check_wanted()
+        if self._progress is not None:
+            self._progress(requests)
+
+    def _check_wanted(self) -> None:
+        if self.made.cancelled():
+            raise _GivenUp
+
+    def cancel_what_was_made(self) -> None:
+        if self.made.exception() is None:
+            self._cancel(self.made.result())
+
+    def _cancel(self, batch: Batch) -> None:
+        """Too late to be taken back. With a key it stays: the same submission later finds it."""
+        if self._options.get("key") is None:
+            with suppress(BatchjobsError), Client(self._client.settings) as client:  # the other may be closed by now
+                client.cancel_batch(batch.id)
+
+
 class _NextLook(Exception):
     """What had ended was given out; the next look would come after a pause."""
 
@@ -248,15 +330,15 @@ class _Look:
         self._looks = 0
 
     def results(self) -> Iterator[Result]:
-        store = self._batch.client.store
         try:
-            for stored in follow_results(
-                store, self._batch.id, after_index=self._after_index, poll_seconds=0, seen=self._seen
-            ):
+            for stored in while_open(self._batch.client, self._follow):
                 yield Result.of(stored)
             self.is_last = True
         except _NextLook:
             return
+
+    def _follow(self, store: Store) -> Iterator[StoredResult]:
+        return follow_results(store, self._batch.id, after_index=self._after_index, poll_seconds=0, seen=self._seen)
 
     def _seen(self, info: BatchInfo) -> None:
         self._looks += 1

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from batchjobs.connections import connect_queue, connect_store
 from batchjobs.control import Control
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from batchjobs.queue import JobQueue
     from batchjobs.store import Store, WorkerRow
 
+T = TypeVar("T")
+
 SILENT_SECONDS = 10.0
 """A worker whose heartbeat in SQL is older may be cut off from the database; it says so over Redis."""
 
@@ -50,7 +52,8 @@ class Client(Control):
         settings: As :func:`batchjobs.load_settings` gives them; read from the usual places when None.
         overrides: Single settings by name, such as ``home=...`` or ``database_url=...``.
 
-    Nothing is connected before it is needed. Raises UsageError for a setting that cannot be used.
+    Nothing is connected before it is needed. Once it is closed, whatever needs it raises BatchjobsError: its batches,
+    and iterators that are under way. Raises UsageError for a setting that cannot be used.
     """
 
     def __init__(self, settings: Settings | None = None, **overrides: Any) -> None:
@@ -60,22 +63,29 @@ class Client(Control):
         self._store: Store | None = None
         self._queue: JobQueue | None = None
         self._lock = threading.Lock()
+        self.is_closed = False
 
     @property
     def store(self) -> Store:
-        """The SQL store. Raises ConnectionFailed when it cannot be reached."""
+        """The SQL store. Raises ConnectionFailed when it cannot be reached, or BatchjobsError after ``close``."""
         with self._lock:
+            self._check_open()
             if self._store is None:
                 self._store = connect_store(self.settings)
             return self._store
 
     @property
     def queue(self) -> JobQueue:
-        """The Redis queue. Raises ConnectionFailed when it cannot be reached."""
+        """The Redis queue. Raises ConnectionFailed when it cannot be reached, or BatchjobsError after ``close``."""
         with self._lock:
+            self._check_open()
             if self._queue is None:
                 self._queue = connect_queue(self.settings)
             return self._queue
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise BatchjobsError("this client was closed; make a new one")
 
     def submit(
         self,
@@ -127,7 +137,11 @@ class Client(Control):
             shard_size=shard_size or self.settings.shard_size,
             defaults=Defaults({k: v for k, v in defaults.items() if v is not None}, system, model_version),
         )
-        made = submit(self.store, lambda: self.queue, [open_source(source)], plan, progress or (lambda stored: None))
+        store = self.store
+        try:
+            made = submit(store, lambda: self.queue, [open_source(source)], plan, progress or (lambda stored: None))
+        finally:
+            _close_again(self, store)
         if made.warning is not None:
             warnings.warn(made.warning, stacklevel=2)
         return Batch(self, made.batch_id)
@@ -155,7 +169,7 @@ class Client(Control):
         names, rows = self.store.select(sql, limit, timeout_seconds=timeout_seconds)
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise UsageError(f"the query gives several columns one name: {listed(twice)}; name them apart with AS")
-        return (dict(zip(names, row, strict=True)) for row in rows)
+        return while_open(self, lambda store: (dict(zip(names, row, strict=True)) for row in rows))
 
     def workers(self) -> list[WorkerRow]:
         """Workers that live, and those that ended or fell silent lately. The state of one that is cut off from the
@@ -181,8 +195,9 @@ class Client(Control):
         return done
 
     def close(self) -> None:
-        """Leaves store and queue. What was submitted goes on."""
+        """Leaves store and queue, for good. What was submitted goes on."""
         with self._lock:
+            self.is_closed = True
             if self._queue is not None:
                 self._queue.close()
             if self._store is not None:
@@ -227,15 +242,16 @@ class Batch:
 
         ``seen`` is called with the state about once a second. Raises WaitTimeout after ``timeout`` seconds.
         """
-        return wait_for_end(self.client.store, self.id, timeout, seen)
+        return wait_for_end(_store_while_open(self.client), self.id, timeout, seen)
 
     def results(self, follow: bool = False) -> Iterator[Result]:
         """The finished requests in input order, while the batch runs too. Reads in pages: memory stays flat.
 
         With ``follow``, each comes as soon as it and all before it have ended, and the last one ends the iteration.
         """
-        store = self.client.store
-        for stored in follow_results(store, self.id) if follow else store.results(self.id):
+        for stored in while_open(
+            self.client, lambda store: follow_results(store, self.id) if follow else store.results(self.id)
+        ):
             if stored.completion is not None:
                 yield Result.of(stored)
 
@@ -270,6 +286,37 @@ class Batch:
         Raises UsageError if the batch was cancelled.
         """
         return self.client.retry_failed(self.id)
+
+
+def while_open(client: Client, read: Callable[[Store], Iterator[T]]) -> Iterator[T]:
+    """The rows that ``read`` gives, as long as the client is open; then BatchjobsError."""
+    store = client.store
+    try:
+        for row in read(_store_while_open(client)):
+            yield row
+            _ = client.store  # before the next one is read, which would connect again
+    finally:
+        _close_again(client, store)
+
+
+def _store_while_open(client: Client) -> Store:
+    return cast("Store", _StoreWhileOpen(client))
+
+
+class _StoreWhileOpen:
+    """The store, asked of the client at each call: it raises once the client is closed."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client.store, name)
+
+
+def _close_again(client: Client, store: Store) -> None:
+    """After a call that was under way while another thread closed the client: it may have connected anew."""
+    if client.is_closed:
+        store.close()
 
 
 def _priority(value: Priority | str) -> Priority:

@@ -29,6 +29,7 @@ from sqlalchemy.engine import URL, Connection, make_url
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed, UsageError
 from batchjobs.folders import make_private_file
+from batchjobs.interrupts import heed, uninterrupted
 from batchjobs.text import has_stray_at
 
 if TYPE_CHECKING:
@@ -68,13 +69,14 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """One consistent snapshot on SQLite; statement by statement on PostgreSQL."""
-        with self._failures(), self.engine.connect() as connection, connection.begin():
+        with uninterrupted(), self._failures(), self.engine.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """One transaction: all of it is stored, or nothing where it raises. Must not be nested."""
-        with self._failures(), self._writer, self._writing_engine.connect() as connection, connection.begin():
+        connect = self._writing_engine.connect
+        with self._failures(), self._writer, uninterrupted(), connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
@@ -218,6 +220,7 @@ def _when_unlocked(attempt: Callable[[], object]) -> None:
             cause = getattr(error, "orig", error)
             if _sqlite_code(cause) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL) or time.monotonic() > deadline:
                 raise
+        heed()  # whoever waits may be interrupted
         time.sleep(random.uniform(0.0005, 0.005))
 
 

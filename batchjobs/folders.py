@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
 from pathlib import Path
 
 from batchjobs.errors import BatchjobsError
+
+_DATABASE = "batchjobs.sqlite3"
+_BESIDE = ("-wal", "-shm", "-journal")
+"""What SQLite reads together with a database: it takes changes from there."""
 
 
 def own_folder(path: Path) -> Path:
@@ -15,18 +20,39 @@ def own_folder(path: Path) -> Path:
     made in it can be read by this user alone.
 
     Raises:
-        BatchjobsError: It cannot be made, or it is somebody else's, who could exchange the database in it.
+        BatchjobsError: It cannot be made, or others could exchange the database in it or did so: the folder or the
+            database is somebody else's, or everybody can write there. A group that may write is the owner's choice.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.stat().st_uid
+        found = path.stat()
     except OSError as error:
         raise BatchjobsError(
             f"{path} cannot be created: {error.strerror}; set BATCHJOBS_HOME to another folder"
         ) from error
-    if os.getuid() != 0 and owner not in (0, os.getuid()):
-        raise BatchjobsError(f"{path} is another user's folder; set BATCHJOBS_HOME to a folder of your own")
+    own = "set BATCHJOBS_HOME to a folder of your own"
+    if os.getuid() != 0 and found.st_uid not in (0, os.getuid()):
+        raise BatchjobsError(f"{path} is another user's folder; {own}")
+    if found.st_mode & stat.S_IWOTH:
+        is_shared = found.st_mode & stat.S_ISVTX or found.st_uid != os.getuid()  # such as /tmp: it shall stay so
+        mend = "" if is_shared else f", or run: chmod o-w {shlex.quote(str(path))}"
+        raise BatchjobsError(f"every user can write in {path} and exchange the database; {own}{mend}")
+    _refuse_planted(path, {0, os.getuid(), found.st_uid})
     return path
+
+
+def _refuse_planted(home: Path, owners: set[int]) -> None:
+    """Raises BatchjobsError where the database, or a link in its place, belongs to none of the ``owners``: users who
+    could exchange it in any case."""
+    for end in ("", *_BESIDE):
+        file = home / f"{_DATABASE}{end}"
+        for look in (os.lstat, os.stat):
+            with contextlib.suppress(OSError):  # most are not there
+                if look(file).st_uid not in owners:
+                    raise BatchjobsError(
+                        f"{file} belongs to another user, who could read and change what is stored; move it away, or "
+                        "set BATCHJOBS_HOME to a folder of your own"
+                    )
 
 
 def private_folder(path: Path) -> Path:

@@ -69,9 +69,15 @@ def recognised_format(head: Sequence[bytes]) -> str | None:
     second_is_json = len(head) > 1 and isinstance(_loads(head[1]), dict)
     if second_is_json or (first.startswith(b"{") and head[-1].lstrip().startswith(b"{") and first != b"{"):
         return None  # one bad line among good ones
+    if first.startswith(b"{") and _ends_within_a_text(first):
+        return None  # a line feed in a text, which JSON writes as \\n
     if first.startswith(b"{"):
         return f"the JSON is pretty-printed over several lines; {_WANTED} (`jq -c . FILE` rewrites it)"
     return _table_or_text([line.strip()[:_LOOKED_AT_BYTES] for line in head])
+
+
+def _ends_within_a_text(line: bytes) -> bool:
+    return re.sub(rb"\\.", b"", line).count(b'"') % 2 == 1
 
 
 def _binary(start: bytes) -> str | None:

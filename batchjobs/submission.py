@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from batchjobs.errors import BatchjobsError, InvalidInput, LineError, UsageError
 from batchjobs.failpoints import reach
 from batchjobs.inputs import Input, RereadableInput, fingerprint, numbered_lines
+from batchjobs.interrupts import uninterrupted
 from batchjobs.jsonl import InvalidLineError, parse_line
 from batchjobs.line_map import LineMap
 from batchjobs.sampling_fields import NO_DEFAULTS, Defaults
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 
 CHUNK_REQUESTS = 1000
 CHUNK_BYTES = 4 * 2**20
-MAX_ERRORS = 100_000
-"""A file with more invalid lines than this is not read to its end."""
+MAX_ERRORS = 50_000
+"""Errors that are kept. Input with more invalid lines is not read to its end, or where these are skipped, the others
+are counted: the database has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +58,15 @@ class Plan:
 class Submission:
     """What came of it. ``created`` is False when the key named a batch that was there already, whole.
 
-    ``line_model`` is the model that the lines name, if any. ``errors`` are those of skipped lines. ``warning`` says why
-    nothing was put into the queue yet, if so.
+    ``line_model`` is the model that the lines name, if any. ``invalid`` counts skipped lines, ``errors`` are those of
+    the first ``MAX_ERRORS`` of them. ``warning`` says why nothing was put into the queue yet, if so.
     """
 
     batch_id: str
     created: bool
     requests: int
     line_model: str | None = None
+    invalid: int = 0
     errors: Sequence[LineError] = ()
     warning: str | None = None
 
@@ -118,18 +122,20 @@ def _submit(
     digest: str,
     progress: Progress,
 ) -> Submission:
-    batch_id, created = _create(store, inputs, plan, digest)
-    if not created:
-        there = store.batch(batch_id)
-        if there.submitted_at is not None:
-            return Submission(batch_id=batch_id, created=False, requests=there.counts.total)
-    loader = Loader(_Stored(store, batch_id), plan, progress)
+    batch_id = None
     try:
+        with uninterrupted():  # what is created is known, so that it can be taken back
+            batch_id, created = _create(store, inputs, plan, digest)
+        if not created:
+            there = store.batch(batch_id)
+            if there.submitted_at is not None:
+                return Submission(batch_id=batch_id, created=False, requests=there.counts.total)
+        loader = Loader(_Stored(store, batch_id), plan, progress)
         loader.load(inputs)
         reach("submit_before_open")
         shards = store.open_batch(batch_id)
     except BaseException as error:
-        if plan.key is None or isinstance(error, UsageError):
+        if batch_id is not None and (plan.key is None or isinstance(error, UsageError)):
             with contextlib.suppress(BatchjobsError):
                 store.discard_batch(batch_id)
         raise
@@ -141,6 +147,7 @@ def _submit(
         created=True,
         requests=loader.requests,
         line_model=loader.line_model,
+        invalid=loader.invalid,
         errors=loader.sorted_errors(),
         warning=warning,
     )
@@ -188,12 +195,13 @@ def _enqueue(connect: Callable[[], JobQueue], batch_id: str, shards: int, priori
 class Loader:
     """Streams the requests of an input into a sink, and keeps what is wrong with its lines.
 
-    ``requests`` counts its lines, refused ones included and blank ones not. ``line_model`` is the model that they name;
-    ``other_models`` are those in lines that were refused for them.
+    ``requests`` counts its lines, refused ones included and blank ones not; ``invalid`` those. ``line_model``
+    is the model that they name; ``other_models`` are those in lines that were refused for them.
     """
 
     def __init__(self, sink: Sink, plan: Plan, progress: Progress = lambda stored: None) -> None:
         self.requests = 0
+        self.invalid = 0
         self.line_model: str | None = None
         self.other_models: Counter[str] = Counter()
         self._sink = sink
@@ -258,12 +266,16 @@ class Loader:
 
     def _refuse(self, index: int, error: LineError, endpoint: Endpoint) -> None:
         source, _ = self._lines[index]
-        self._errors[index] = replace(error, source=source.name) if self._several else error
+        # Most lines of a file have the same few things wrong with them.
+        error = replace(error, message=sys.intern(error.message), source=source.name if self._several else None)
+        self.invalid += 1
+        if len(self._errors) < MAX_ERRORS:
+            self._errors[index] = error
         self._chunk.pop(index, None)
         if self._plan.skip_invalid:
             custom_id = error.custom_id or f"request-{index}"
             self._chunk[index] = Request(index=index, custom_id=custom_id, endpoint=endpoint, body={})
-            self._rejected[index] = self._errors[index]
+            self._rejected[index] = error
         elif len(self._errors) >= MAX_ERRORS:
             raise InvalidInput(f"{self._names} (not read to the end)", self.sorted_errors())
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import io
 import os
 import stat
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchjobs.errors import UsageError
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 _BESIDE = ("-journal", "-wal", "-shm")
 """What SQLite keeps beside a database while it is open."""
+
+
+class Kept(UsageError):
+    """A file has appeared where a new one was to go. It was left alone, and what was made is kept beside it."""
 
 
 def check_target(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
@@ -69,66 +74,123 @@ def _real(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def output(path: Path | None, *, keep_equal: bool = False) -> Iterator[BinaryIO]:
+def output(path: Path | None, *, keep_equal: bool = False, new: bool = False) -> Iterator[BinaryIO]:
     """A stream that ends up whole in ``path`` (stdout when None), or not at all.
 
     It is written to a temporary file beside its target and renamed at the end; a link's target is replaced, not the
     link. Pipes and devices are written directly. With ``keep_equal``, a file with the same content stays untouched and
-    one with other content is refused.
+    one with other content is refused. With ``new``, a file that has appeared meanwhile stays: see :class:`Kept`.
     """
     if path is None:
         with _standard_output() as stream:
             yield stream
     elif not is_replaced(path):
-        with path.open("wb") as stream:
+        with io.BufferedWriter(_NamedFile(path, "wb")) as stream:
             yield stream
     else:
-        with replacing(path, keep_equal=keep_equal) as part, part.open("wb", 2**20) as stream:
+        with (
+            replacing(path, keep_equal=keep_equal, new=new) as part,
+            io.BufferedWriter(_NamedFile(part, "wb"), 2**20) as stream,
+        ):
             yield stream
+
+
+class _NamedFile(io.FileIO):
+    """A file whose failures to write say its name, as those to open it do."""
+
+    def write(self, data: Any, /) -> int:
+        with _naming(str(self.name)):
+            return super().write(data)
+
+    def close(self) -> None:
+        with _naming(str(self.name)):
+            super().close()
 
 
 @contextlib.contextmanager
 def _standard_output() -> Iterator[BinaryIO]:
-    try:
+    with _naming("standard output"):
         sys.stdout.flush()
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Gives this name to what failed where nothing else is named."""
+    try:
+        yield
     except OSError as error:
         if error.filename is None:
-            error.filename = "standard output"
+            error.filename = name
         raise
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, keep_equal: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, keep_equal: bool = False, new: bool = False) -> Iterator[Path]:
     """An empty temporary file, which takes the place of ``path`` when the block ends well and goes otherwise.
 
-    Errors are as for :func:`output`. What SQLite leaves beside the temporary file goes too.
+    Options and errors are as for :func:`output`. What SQLite leaves beside the temporary file goes too.
     """
     target = _real(path)
+    part = _temporary_file(target)
+    waste = [Path(f"{part}{beside}") for beside in ("", *_BESIDE)]
+    kept = []
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
-    except OSError as error:
-        error.filename = str(target)  # people know this name, not the temporary one
-        raise
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "wb"):
-            os.fchmod(handle, _mode_for(target))
-        yield part
+        part.chmod(_mode_for(target))
+        try:
+            yield part
+        except Kept as error:  # by another output of the same command; this one is whole all the same
+            kept.append(str(error))
         _store_durably(part)
-        if keep_equal and target.exists():
-            if not filecmp.cmp(part, target, shallow=False):
-                raise UsageError(f"{target} exists already, with other content; --force replaces it")
-        else:
-            part.replace(target)
+        if not _put(part, target, keep_equal=keep_equal, new=new):
+            waste.remove(part)
+            kept.append(f"{target} has appeared meanwhile and stays as it is; what was to go there is whole in {part}")
+        if kept:
+            raise Kept("; ".join(kept))
     except OSError as error:
-        if error.filename in (None, name):
-            error.filename = str(target)  # a write that fails does not say where
+        if error.filename == str(part):
+            error.filename = str(target)  # people know this name, not the temporary one
         raise
     finally:
-        for beside in ("", *_BESIDE):
-            Path(name + beside).unlink(missing_ok=True)
+        for file in waste:
+            file.unlink(missing_ok=True)
+
+
+def _temporary_file(target: Path) -> Path:
+    beginning = os.fsencode(target.name)[:100].decode(errors="ignore")  # the name has a limit of 255 bytes too
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{beginning}.", suffix=".part", dir=target.parent)
+    except OSError as error:
+        error.filename = str(target)
+        raise
+    os.close(handle)
+    return Path(name)
+
+
+def _put(part: Path, target: Path, *, keep_equal: bool, new: bool) -> bool:
+    """Gives the file its name. Returns False where it is to be new and is not."""
+    if not (keep_equal or new):
+        part.replace(target)
+    elif not _placed(part, target):
+        if new:
+            return False
+        if not filecmp.cmp(part, target, shallow=False):
+            raise UsageError(f"{target} exists already, with other content; --force replaces it")
+    return True
+
+
+def _placed(part: Path, target: Path) -> bool:
+    """Gives the file its name, unless something has it already; returns whether it did."""
+    try:
+        os.link(part, target)  # in one step, unlike a look and a renaming
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        if os.path.lexists(target):
+            return False
+        part.replace(target)
+    return True
 
 
 def refuse_open_database(path: Path) -> None:
@@ -146,7 +208,8 @@ def refuse_open_database(path: Path) -> None:
 def _store_durably(part: Path) -> None:
     handle = os.open(part, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with _naming(str(part)):
+            os.fsync(handle)
     finally:
         os.close(handle)
 

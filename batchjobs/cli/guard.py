@@ -8,21 +8,20 @@ import signal
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchjobs.cli.console import complain, print_line_errors, say
 from batchjobs.errors import BatchjobsError, InvalidInput
+from batchjobs.interrupts import terminated
 from batchjobs.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
 
 BROKEN_PIPE = 141
 INTERRUPTED = 130
-TERMINATED = 143
 
 
 class OutputClosed(Exception):
@@ -118,12 +117,8 @@ def _termination_as_exit() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, terminated)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(TERMINATED)

@@ -73,12 +73,12 @@ def results_command(
             if not force:
                 refuse_existing(path)
         if follow:
-            return _follow(client, batch, form, target, errors)
+            return _follow(client, batch, form, target, errors, new=not force)
         if database is not None:
-            with replacing(database) as part:
+            with replacing(database, new=not force) as part:
                 client.store.extract_batch(batch, part)
         else:
-            write_results(client, batch, form, target, errors)
+            write_results(client, batch, form, target, errors, new=not force)
     if not info.status.is_final:
         left = info.counts.total - info.counts.done
         say(f"note: the batch is {info.status}; {plural(left, 'request')} had not ended")
@@ -153,24 +153,32 @@ def refuse_database(client: Client, path: Path) -> None:
 
 
 def write_results(
-    client: Client, batch_id: str, form: str, target: Path | None, errors: Path | None, *, keep_equal: bool = False
+    client: Client,
+    batch_id: str,
+    form: str,
+    target: Path | None,
+    errors: Path | None,
+    *,
+    keep_equal: bool = False,
+    new: bool = False,
 ) -> None:
-    """Streams the finished requests of a batch to where they shall go."""
+    """Streams the finished requests of a batch to where they shall go; options as for
+    :func:`batchjobs.cli.files.output`."""
     from batchjobs.cli.formats import write
 
-    with _outputs(target, errors, keep_equal=keep_equal) as (stream, failures):
+    with _outputs(target, errors, keep_equal=keep_equal, new=new) as (stream, failures):
         written = write(client.store.results(batch_id), form, stream, failures)
     _note_left_out(written)
 
 
-def _follow(client: Client, batch_id: str, form: str, target: Path | None, errors: Path | None) -> int:
+def _follow(client: Client, batch_id: str, form: str, target: Path | None, errors: Path | None, *, new: bool) -> int:
     """The same until the batch has ended. Returns its exit code."""
     from batchjobs.cli.formats import write
     from batchjobs.cli.live_results import Watch
     from batchjobs.cli.status import judge
     from batchjobs.following import follow_results
 
-    with _outputs(target, errors) as (stream, failures):
+    with _outputs(target, errors, new=new) as (stream, failures):
         watch = Watch(client, stream)
         written = write(follow_results(client.store, batch_id, seen=watch), form, stream, failures, flush=True)
     _note_left_out(written)
@@ -178,13 +186,11 @@ def _follow(client: Client, batch_id: str, form: str, target: Path | None, error
 
 
 @contextlib.contextmanager
-def _outputs(
-    target: Path | None, errors: Path | None, *, keep_equal: bool = False
-) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
+def _outputs(target: Path | None, errors: Path | None, **options: bool) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
     """Where answers go, and where failures do if that is elsewhere."""
     with contextlib.ExitStack() as files:
-        stream = files.enter_context(output(target, keep_equal=keep_equal))
-        failures = files.enter_context(output(errors, keep_equal=keep_equal)) if errors is not None else None
+        stream = files.enter_context(output(target, **options))
+        failures = files.enter_context(output(errors, **options)) if errors is not None else None
         yield stream, failures
 
 

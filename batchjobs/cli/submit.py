@@ -105,9 +105,9 @@ def store_and_queue(client: Client, inputs: Sequence[Input], plan: Plan) -> Subm
         made = submit(client.store, lambda: client.queue, inputs, plan, progress)
     if made.warning is not None:
         say(f"warning: {made.warning}")
-    if made.errors:
+    if made.invalid:
         print_line_errors(made.errors)
-        say(f"{len(made.errors):,} of {made.requests:,} lines were invalid; they are failed requests of the batch")
+        say(f"{made.invalid:,} of {made.requests:,} lines were invalid; they are failed requests of the batch")
     if made.line_model is not None and made.line_model != plan.model:
         runs = f"the batch runs on {short_name(plan.model)}" if plan.model else "the batch runs on the worker's model"
         say(f'note: the lines name the model "{made.line_model}"; {runs}')
@@ -129,7 +129,7 @@ def _print(made: Submission, as_json: bool) -> None:
             "id": made.batch_id,
             "created": made.created,
             "requests": made.requests,
-            "invalid": len(made.errors),
+            "invalid": made.invalid,
             "queued": made.warning is None,
         }
     )

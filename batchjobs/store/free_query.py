@@ -112,7 +112,7 @@ def _run_postgresql(database: Database, sql: str, timeout_seconds: float) -> Gen
             cursor.adapters.register_loader(name, TextLoader)  # as SQLite gives it
         cursor.execute("SET TRANSACTION READ ONLY")
         _refuse_volatile_functions(cursor, sql)
-        cursor.execute(f"SET LOCAL statement_timeout = {int(timeout_seconds * 1000)}")
+        cursor.execute(f"SET LOCAL statement_timeout = {_milliseconds(timeout_seconds)}")
         # The binary format needs the extended protocol, and that takes a single statement: nothing can come behind it.
         cursor.execute(f"DECLARE free_query NO SCROLL CURSOR FOR {sql}", binary=True)
         cursor.execute(f"FETCH {_FETCH} FROM free_query")
@@ -133,6 +133,11 @@ def _refuse_volatile_functions(cursor: Any, sql: str) -> None:
             f"{_ONLY_READING}, and {found[0]} is the name of a function that may do more; leave it out"
             " (a function of your own can be declared STABLE)"
         )
+
+
+def _milliseconds(seconds: float) -> int:
+    """As PostgreSQL takes it, where 0 would be no limit at all."""
+    return int(min(max(seconds * 1000, 1), 2**31 - 1))
 
 
 def _plain(value: Any) -> Any:

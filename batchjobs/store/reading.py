@@ -7,6 +7,7 @@ while workers write.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,13 +112,14 @@ class ReadingPart(Part):
         return self.result(batch_id, index)
 
     def batch_source_files(self, batch_id: str) -> list[str]:
-        """The paths of the files that a batch was submitted from, as far as they are known. Raises NotFound."""
+        """The paths of the files that a batch was submitted from, as far as they are known; where line feeds may be
+        part of a name, with each way to read them. Raises NotFound."""
         with self._database.reading() as connection:
             query = sa.select(batches.c.source).where(batches.c.id == known("batch", batch_id))
             found = connection.execute(query).first()
         if found is None:
             raise NotFound(f"no batch {batch_id!r}")
-        return found.source.split("\n") if found.source else []
+        return _paths_in(found.source) if found.source else []
 
     def own_files(self) -> list[str]:
         """The paths of the files that the database itself consists of; none of a server's."""
@@ -143,6 +145,19 @@ class ReadingPart(Part):
             UsageError: The statement is wrong, would write, or takes longer than ``timeout_seconds``.
         """
         return run_free_query(self._database, sql, limit, timeout_seconds)
+
+
+def _paths_in(source: str) -> list[str]:
+    """The paths that lines of paths may mean: a line feed can be part of a name as well, if its folder exists."""
+    lines = source.split("\n")
+    found = list(lines)
+    for first, path in enumerate(lines, 1):
+        for line in lines[first:]:
+            path = f"{path}\n{line}"
+            if not os.path.isdir(os.path.dirname(path)):
+                break
+            found.append(path)
+    return found
 
 
 class _Found(NamedTuple):

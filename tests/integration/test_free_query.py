@@ -47,6 +47,13 @@ def postgresql(server: str) -> Any:
     store.close()
 
 
+def test_no_time_at_all_is_a_short_time(sqlite: Store, postgresql: Store) -> None:
+    for store in (sqlite, postgresql):
+        with pytest.raises(UsageError):
+            list(store.select(NUMBERS.format(3_000_000), None, timeout_seconds=0.0001)[1])
+        assert list(store.select(NUMBERS.format(2), None, timeout_seconds=float("inf"))[1]) == [(1,), (2,)]
+
+
 def refused(store: Store, sql: str) -> str:
     with pytest.raises(UsageError) as raised:
         list(store.select(sql, None)[1])

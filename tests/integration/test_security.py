@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -232,6 +233,54 @@ def test_a_home_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.
     os.chown(home, 4321, -1) if os.getuid() == 0 else None
     monkeypatch.setattr(os, "getuid", lambda: 1234)
     with pytest.raises(BatchjobsError, match="is another user's folder; set BATCHJOBS_HOME to a folder of your own"):
+        own_folder(home)
+
+
+@pytest.mark.parametrize(
+    ("permissions", "advice"), [(0o777, ", or run: chmod o-w {}"), (0o702, ", or run: chmod o-w {}"), (0o1777, "")]
+)
+def test_a_home_in_which_everybody_can_write_is_refused(tmp_path: Path, permissions: int, advice: str) -> None:
+    home = tmp_path / "my home"
+    home.mkdir()
+    home.chmod(permissions)
+    with pytest.raises(BatchjobsError) as refused:
+        own_folder(home)
+    assert str(refused.value) == (
+        f"every user can write in {home} and exchange the database; set BATCHJOBS_HOME to a folder of your own"
+        + advice.format(f"'{home}'")
+    )
+    for harmless in (0o755, 0o775, 0o2770, 0o500):
+        home.chmod(harmless)
+        assert own_folder(home) == home
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_database_that_another_user_planted_is_refused(tmp_path: Path) -> None:
+    """Itself, its log, or a link in its place. What the owner of the home made is no surprise, as in a container."""
+    theirs, home = tmp_path / "theirs", tmp_path / "home"
+    theirs.touch()
+    os.chown(theirs, 4321, -1)
+    for name in ("batchjobs.sqlite3", "batchjobs.sqlite3-wal"):
+        home.mkdir()
+        file = home / name
+        file.touch()
+        assert own_folder(home) == home
+        os.chown(file, 4321, -1)
+        refused(home, file)
+        os.chown(home, 4321, -1)
+        assert own_folder(home) == home
+        shutil.rmtree(home)
+    home.mkdir()
+    (home / "batchjobs.sqlite3").symlink_to(theirs)
+    refused(home, home / "batchjobs.sqlite3")
+    theirs.unlink()
+    own_folder(home)
+    os.chown(home / "batchjobs.sqlite3", 4321, -1, follow_symlinks=False)
+    refused(home, home / "batchjobs.sqlite3")
+
+
+def refused(home: Path, file: Path) -> None:
+    with pytest.raises(BatchjobsError, match=f"^{file} belongs to another user, who could .*; move it away, or set"):
         own_folder(home)
 
 

@@ -1,15 +1,27 @@
-"""The client for asyncio: it blocks no loop, holds no thread while it waits, and leaves nothing running."""
+"""The client for asyncio: it blocks no loop, holds no thread while it waits, and is cancelled at once."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchjobs import AsyncBatch, AsyncClient, Batch, BatchStatus, Client, InvalidInput, NotFound, WaitTimeout
+from batchjobs import (
+    AsyncBatch,
+    AsyncClient,
+    Batch,
+    BatchjobsError,
+    BatchStatus,
+    Client,
+    InvalidInput,
+    NotFound,
+    WaitTimeout,
+)
+from batchjobs.store import Store
 from batchjobs.types import ShardId
 from tests.support.answers import answer, answer_all
 from tests.support.batches import FOREVER
@@ -226,26 +238,85 @@ def test_a_follower_is_cancelled_at_once(run: Any) -> None:
 # -------------------------------------------------------------------------------------------------- giving up
 
 
-def test_a_cancelled_submission_is_taken_back(run: Any) -> None:
-    begun, let = threading.Event(), threading.Event()
+class SilentSource:
+    """Gives its first item, and others only when it is let: so many, or without end."""
 
-    def without_end() -> Iterator[dict[str, Any]]:
+    def __init__(self, others: float = math.inf) -> None:
+        self.reached = threading.Event()
+        self.let = threading.Event()
+        self._others = others
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         yield {"prompt": "first"}
-        begun.set()
-        assert let.wait(PATIENCE)
-        while True:
+        self.reached.set()
+        assert self.let.wait(PATIENCE)
+        while self._others > 0:
+            self._others -= 1
             yield {"prompt": "more"}
 
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def left_submissions_ended() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "batchjobs-submission":
+            await asyncio.to_thread(thread.join, PATIENCE)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("others", [0, math.inf])
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_submission_is_cancelled_while_its_source_is_silent_and_taken_back_later(
+    run: Any, monkeypatch: pytest.MonkeyPatch, key: str | None, others: float
+) -> None:
+    source = SilentSource(others)
+    monkeypatch.setattr(Store, "add_requests", lambda *_: pytest.fail("more was stored"))
+
     async def work(client: AsyncClient) -> None:
-        submitting = asyncio.create_task(client.submit(without_end()))
-        await reached(begun)
-        submitting.cancel()
-        let.set()
-        with pytest.raises(asyncio.CancelledError):
-            await submitting
+        submitting = asyncio.create_task(client.submit(source, key=key))
+        await reached(source.reached)
+        await cancelled(submitting)
+        assert len(await client.batches()) == (1 if key is None else 0), "its thread is in the source"
+        source.let.set()
+        await left_submissions_ended()
         assert await client.batches() == []
 
     run(work)
+
+
+def test_closing_waits_a_moment_for_submissions_that_are_taken_back(
+    tmp_path: Path, queue: HeldQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, silent = SilentSource(), SilentSource()
+    joined = threading.Thread.join
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        source.let.set()
+        joined(thread, timeout)
+
+    async def work() -> None:
+        async with AsyncClient(home=tmp_path / "home") as client:
+            submitting = asyncio.create_task(client.submit(source))
+            await reached(source.reached)
+            await cancelled(submitting)
+            monkeypatch.setattr(threading.Thread, "join", join)
+        async with AsyncClient(home=tmp_path / "home") as client:
+            assert await client.batches() == []
+            monkeypatch.setattr("batchjobs.aio._PARTING_SECONDS", 0.05)
+            submitting = asyncio.create_task(client.submit(silent))
+            await reached(silent.reached)
+            await cancelled(submitting)
+        assert not silent.let.is_set(), "it is not waited for without end"
+        silent.let.set()
+        await left_submissions_ended()
+        async with AsyncClient(home=tmp_path / "home") as client:
+            assert await client.batches() == [], "taken back after the client was closed"
+
+    asyncio.run(work())
 
 
 def test_one_that_is_cancelled_too_late_is_cancelled_in_the_store(run: Any, queue: HeldQueue) -> None:
@@ -254,18 +325,83 @@ def test_one_that_is_cancelled_too_late_is_cancelled_in_the_store(run: Any, queu
         queue.let.clear()
         submitting = asyncio.create_task(client.submit([{"prompt": "a"}, {"prompt": "b"}], **options))
         await reached(queue.reached)
-        submitting.cancel()
-        await asyncio.sleep(0)
-        submitting.cancel()  # impatient
+        await cancelled(submitting)
         queue.let.set()
-        with pytest.raises(asyncio.CancelledError):
-            await submitting
+        await left_submissions_ended()
         newest, *_ = await client.batches()
         return newest.status, newest.counts.cancelled
 
     assert run(work) == (BatchStatus.CANCELLED, 2)
     with_key = run(lambda client: work(client, key="k"))
     assert with_key == (BatchStatus.QUEUED, 0), "the same submission later finds it by its key"
+
+
+def test_one_that_is_cancelled_as_it_is_made_is_cancelled_in_the_store(run: Any) -> None:
+    async def work(client: AsyncClient) -> None:
+        submitting = asyncio.create_task(client.submit([{"prompt": "a"}]))
+        await asyncio.sleep(0)  # it has begun; the loop hears of its end only after this
+        for thread in threading.enumerate():
+            if thread.name == "batchjobs-submission":
+                thread.join(PATIENCE)
+        await cancelled(submitting)
+        assert [info.status for info in await client.batches()] == [BatchStatus.CANCELLED]
+
+    run(work)
+
+
+def test_what_has_not_begun_is_cancelled_at_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that are all busy keep nobody, and submissions take none of them."""
+    monkeypatch.setattr("batchjobs.aio._THREADS", 1)
+    begun, let, asked = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(self: Client, batch_id: str) -> Batch:
+        begun.set()
+        assert let.wait(PATIENCE)
+        return Batch(self, batch_id)
+
+    monkeypatch.setattr(Client, "batch", slowly)
+    monkeypatch.setattr(Client, "query", lambda *_, **__: asked.set())
+
+    async def work(client: AsyncClient) -> None:
+        source = SilentSource()
+        submitting = asyncio.create_task(client.submit(source))
+        await reached(source.reached)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.submit([{"prompt": "its turn does not come"}]), 0.05)
+        assert len(await client.batches()) == 1
+        busy = asyncio.create_task(client.batch("b"))
+        await reached(begun)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.query("SELECT 1"), 0.05)
+        assert not busy.done()
+        let.set()
+        await busy
+        await cancelled(submitting)
+        source.let.set()
+        assert not asked.is_set()
+
+    run(work)
+
+
+def test_a_closed_client_is_not_opened_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchjobs.aio._LONGEST_PAUSE_SECONDS", 0.01)
+
+    async def work(client: AsyncClient) -> None:
+        batch = await client.submit([{"prompt": "a"}, {"prompt": "b"}], shard_size=1)
+        (lease,) = client.sync.store.claim([ShardId(batch.id, 0)], "w1", FOREVER)
+        client.sync.store.record([(lease, answer(request)) for request in client.sync.store.pending_requests(lease)])
+        looked = asyncio.Event()
+        waiting = asyncio.create_task(batch.wait(seen=lambda info: looked.set()))
+        await looked.wait()
+        following = batch.results(follow=True)
+        assert (await anext(following)).index == 0
+        await client.close()
+        for use in (waiting, anext(following), batch.info(), anext(batch.results()), client.submit([{"prompt": "c"}])):
+            with pytest.raises(BatchjobsError, match="this client was closed; make a new one"):
+                await use
+        await client.close()
+
+    run(work)
 
 
 def test_progress_of_a_submission(run: Any) -> None:

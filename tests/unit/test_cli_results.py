@@ -14,6 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from batchjobs.cli import formats
 from batchjobs.cli.console import print_table
 from batchjobs.cli.files import check_target, output
 from batchjobs.errors import UsageError
@@ -24,7 +25,7 @@ from tests.support.command_line import CommandLine, command_line
 from tests.support.odd_answers import odd_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from batchjobs.types import Completion, Request
 
@@ -429,6 +430,75 @@ def test_nothing_goes_over_the_input_or_the_database(command_line: CommandLine, 
     assert command_line.json("status", batch)["counts"]["total"] == 1
 
 
+@case("A-out-03")
+def test_an_input_is_known_by_a_name_with_line_feeds_too(command_line: CommandLine, tmp_path: Path) -> None:
+    folder = tmp_path / "x\n"
+    folder.mkdir()
+    sources = [tmp_path / "a\nb\n\nc.jsonl", tmp_path / "plain.jsonl", folder / "d.jsonl", tmp_path / "last.jsonl"]
+    for number, source in enumerate(sources):
+        source.write_text(f'{{"prompt":"{number}"}}\n')
+    batch = command_line.out("submit", *sources).strip()
+    for number, source in enumerate(sources):
+        refused = command_line.run("results", batch, "-o", source, "--force")
+        assert refused.exit_code == 2
+        assert "is the input file; choose another name for the output" in refused.stderr
+        assert source.read_text() == f'{{"prompt":"{number}"}}\n'
+    command_line.out("results", batch, "-o", tmp_path / "a", "--force")
+
+
+@case("A-out-03")
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("options", [(), ("--follow",)])
+def test_a_file_that_appears_meanwhile_stays_and_the_answers_are_kept(
+    command_line: CommandLine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    links: bool,
+) -> None:
+    """Also on file systems without links, and whatever becomes of the other output."""
+    if not links:
+        monkeypatch.setattr(os, "link", not_permitted)
+    batch = answered(command_line, {"prompt": "a"}, {"prompt": "fail"})
+    meanwhile: list[Path] = []
+    write = formats.write
+
+    def write_slowly(*arguments: Any, **more: Any) -> Any:
+        for path in meanwhile:
+            path.write_text("precious")
+        return write(*arguments, **more)
+
+    monkeypatch.setattr(formats, "write", write_slowly)
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    for appearing in ([out], [errors], [out, errors]):
+        meanwhile = appearing
+        done = command_line.run("results", batch, "-o", out, "--errors", errors, *options)
+        kept = {path: only(tmp_path.glob(f".{path.name}.*.part")) for path in appearing}
+        said = [f"{path} has appeared meanwhile and stays as it is; what was to go there is whole in {kept[path]}"
+                for path in reversed(appearing)]  # fmt: skip
+        assert (done.exit_code, done.stderr) == (2, f"batchjobs: {'; '.join(said)}\n")
+        assert [path.read_text() for path in appearing] == ["precious"] * len(appearing)
+        for path, status in ((out, "completed"), (errors, "failed")):
+            assert [row["status"] for row in rows(kept.get(path, path).read_text())] == [status]
+        for path in {out, errors, *kept.values()}:
+            path.unlink()
+    meanwhile = []
+    assert command_line.run("results", batch, "-o", out, "--errors", errors).exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["errors", "home", "out"]
+    meanwhile = [out]
+    command_line.out("results", batch, "-o", out, "--force")
+    assert out.read_text() != "precious"
+
+
+def not_permitted(*arguments: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def only(found: Iterable[Path]) -> Path:
+    (one,) = found
+    return one
+
+
 def test_a_batch_in_a_database_of_its_own(command_line: CommandLine, tmp_path: Path) -> None:
     store = command_line.store()
     batch = odd_batch(store)
@@ -539,6 +609,25 @@ def test_devices_are_written_not_replaced(tmp_path: Path) -> None:
     with output(Path("/dev/null")) as stream:
         stream.write(b"x")
     assert not Path("/dev/null").is_file()
+
+
+def test_a_device_that_fails_is_named(command_line: CommandLine, tmp_path: Path) -> None:
+    """And not another output, which goes as it came."""
+    batch = answered(command_line, {"prompt": "a" * 2000}, {"prompt": "fail"})
+    for options in ((), ("--errors", tmp_path / "errors")):
+        done = command_line.run("results", batch, "-o", "/dev/full", *options)
+        assert (done.exit_code, done.stderr) == (1, "batchjobs: /dev/full: No space left on device\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_a_name_may_be_as_long_as_it_can_be(tmp_path: Path) -> None:
+    """In bytes, which are more than its letters."""
+    for name in ("あ" * 80 + ".jsonl", "x" + "あ" * 84, "a" * 255, "\udcff" * 255):
+        with output(tmp_path / name) as stream:
+            (part,) = tmp_path.glob(".*.part")
+            stream.write(b"x")
+        assert not any("\udc00" <= letter <= "\udfff" for letter in part.name)
+        assert (tmp_path / name).read_bytes() == b"x"
 
 
 def test_null_may_be_named_twice_and_nothing_stays(command_line: CommandLine, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchjobs
-from batchjobs import Client, InvalidInput, NotFound, UsageError, WaitTimeout, following
+from batchjobs import BatchjobsError, Client, InvalidInput, NotFound, UsageError, WaitTimeout, following
+from batchjobs.database import Database
 from batchjobs.errors import ConnectionFailed
 from batchjobs.types import BatchStatus, FinishReason, Priority, RequestStatus, ShardId
 from tests.support.answers import answer, answer_all, failure
@@ -223,6 +224,85 @@ def test_an_unreachable_queue_is_a_warning(client: Client, monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="stored, but not queued yet"):
         batch = client.submit([{"prompt": "a"}])
     assert batch.cancel().cancelled == 1
+
+
+# -------------------------------------------------------------------------------------------------------- closing
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Database]:
+    """Databases that are open: those that had a connection since they were last closed."""
+    opened: list[Database] = []
+    reading, close = Database.reading, Database.close
+
+    def read(database: Database) -> Any:
+        opened.append(database)
+        return reading(database)
+
+    def leave(database: Database) -> None:
+        close(database)
+        opened[:] = [other for other in opened if other is not database]
+
+    monkeypatch.setattr(Database, "reading", read)
+    monkeypatch.setattr(Database, "close", leave)
+    return opened
+
+
+CLOSED = "this client was closed; make a new one"
+
+
+def test_a_follower_of_a_closed_client_ends(
+    client: Client, connections: list[Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[None] = []
+
+    def close() -> None:
+        pauses.append(client.close())
+
+    monkeypatch.setattr(following, "time", Clock(close))
+    batch = client.submit([{"prompt": "a"}])
+    with pytest.raises(BatchjobsError, match=CLOSED):
+        next(batch.results(follow=True))
+    assert len(pauses) == 1
+    assert connections == []
+
+
+def test_iterators_that_are_under_way_end_when_the_client_is_closed(
+    client: Client, connections: list[Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = client.submit([{"prompt": str(number)} for number in range(100)])
+    answer_all(client.store, batch.id)
+    under_way = [batch.results(), batch.results(follow=True), client.query("SELECT * FROM requests")]
+    for rows in under_way:
+        next(rows)
+    client.close()
+    for rows in under_way:
+        with pytest.raises(BatchjobsError, match=CLOSED):
+            next(rows)
+    assert connections == []
+
+
+def test_a_closed_client_stays_closed(client: Client, connections: list[Database]) -> None:
+    batch = client.submit([{"prompt": "a"}])
+    client.close()
+    client.close()
+    for use in (batch.wait, batch.cancel, client.batches, client.workers, lambda: client.submit([{"prompt": "b"}])):
+        with pytest.raises(BatchjobsError, match=CLOSED):
+            use()
+    with pytest.raises(BatchjobsError, match=CLOSED):
+        _ = client.queue
+    assert connections == []
+
+
+def test_a_submission_that_outlives_its_client_is_closed_again(client: Client, connections: list[Database]) -> None:
+    def lines() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        client.close()
+        yield {"prompt": "b"}
+
+    with pytest.warns(UserWarning, match="stored, but not queued yet: this client was closed"):
+        client.submit(lines())
+    assert connections == []
 
 
 # --------------------------------------------------------------------------------------------------- public names

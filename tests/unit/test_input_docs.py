@@ -49,7 +49,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "objects and lists inside each other in a schema": MAX_SCHEMA_DEPTH,
         "characters in the name of a schema": 64,
         "objects and lists inside each other in `metadata`": MAX_METADATA_DEPTH,
-        "errors of a file that are kept; it is not read any further": MAX_ERRORS,
+        "errors that are kept; the input is not read any further, or with `skip` the rest is counted": MAX_ERRORS,
         "different errors that are printed; the rest is counted": PRINTED_ERRORS,
     }
     assert table_of("Limits")["digits of an integer"] == f"{strict_json.MAX_DIGITS}, up to 64 bits"

@@ -38,6 +38,7 @@ def complaint_about(content: bytes) -> str:
     ("content", "sentence"),
     [
         (b'{\n  "prompt": "a"\n}\n', "the JSON is pretty-printed over several lines"),
+        (b'{"prompt": "he said \\"yes\\"",\n"n": 1}\n', "the JSON is pretty-printed over several lines"),
         (b'{ "prompt":\n "a" }\n', "the JSON is pretty-printed over several lines"),
         (b'[{"prompt":"a"},{"prompt":"b"}]', "the file is one JSON array"),
         (b'[\n  {"prompt":"a"},\n  {"prompt":"b"}\n]', "the file is one JSON array"),
@@ -98,6 +99,7 @@ def test_other_kinds_of_files_are_recognised_in_one_sentence(content: bytes, sen
         b"null\n" + GOOD,
         b"oops\n" + GOOD,
         b'{"prompt":"a\n' + GOOD,
+        b'{"prompt":"a \\"word\nb"}\n' + GOOD,
         b'{"prompt":"a","temperature":NaN}\n',
         b'{"prompt":"\xe6\x87"}\n{"prompt":"\xe6\x87"}\n',
         b"{'prompt':'a'}\n{'prompt':'b'}\n",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from gguf import GGUFWriter
@@ -166,6 +167,14 @@ def test_the_process_that_renders_is_replaced_when_it_was_killed(renderer: Templ
     assert renderer._process is not None
     renderer._process.kill()
     renderer._process.wait()
+    assert renderer.render("b", USER, {}) == "b"
+
+
+def test_a_conversation_does_not_fail_because_something_else_killed_the_process(renderer: TemplateRenderer) -> None:
+    assert renderer.render("a", USER, {}) == "a"
+    assert renderer._process is not None
+    [child] = psutil.Process(renderer._process.pid).children()
+    child.kill()  # as the kernel does where memory runs out
     assert renderer.render("b", USER, {}) == "b"
 
 

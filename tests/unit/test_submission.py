@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchjobs import submission
 from batchjobs.errors import ConnectionFailed, InvalidInput, KeyConflict, UsageError
 from batchjobs.inputs import ObjectInput, StreamInput, open_source
+from batchjobs.line_map import LineMap
 from batchjobs.sampling_fields import Defaults
 from batchjobs.store import Store
 from batchjobs.submission import CHUNK_REQUESTS, Plan, Submission, submit
@@ -168,6 +170,26 @@ def test_a_made_up_id_that_is_taken_is_refused_too(send: Send) -> None:
 
 
 @case("A-in-09")
+def test_of_many_skipped_lines_the_first_errors_are_kept_and_all_are_counted(
+    sqlite: Store, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "MAX_ERRORS", 3)
+    made = send(b"null\n[1]\n" * 4 + b'{"prompt":"a"}\n', skip_invalid=True)
+    assert (made.invalid, [error.line for error in made.errors]) == (8, [1, 2, 3])
+    assert [row.error is not None for row in sqlite.results(made.batch_id)] == [True] * 8 + [False]
+    assert made.errors[0].message is made.errors[2].message  # once in memory
+
+
+def test_lines_are_found_behind_any_number_of_blank_ones() -> None:
+    first, second = ObjectInput([]), ObjectInput([])
+    lines = LineMap()
+    for index, source, line in ((0, first, 1), (1, first, 3), (4, first, 9), (5, second, 2)):
+        lines.begin(index, source, line)
+    found = [lines[index] for index in range(7)]
+    assert [line for _, line in found] == [1, 3, 4, 5, 9, 2, 3]
+    assert [source is second for source, _ in found] == [False] * 5 + [True] * 2
+
+
 def test_the_second_use_of_a_custom_id_can_be_skipped(sqlite: Store, send: Send) -> None:
     made = send(b'{"custom_id":"q1","prompt":"A"}\n{"custom_id":"q1","prompt":"B"}\n', skip_invalid=True)
     rows = list(sqlite.results(made.batch_id))

@@ -52,6 +52,9 @@ class TooExpensive(BaseException):
 
 def main(seconds: float, memory_bytes: int, output_characters: int) -> None:
     connection = socket.socket(fileno=0)
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGVTALRM)
+    )  # whoever started it may not hear them
     render({"template": _WARM_UP, "messages": [{"role": "user"}], "variables": {}})
     datetime.now().astimezone()  # the time zone's file is read once
     signal.signal(signal.SIGPROF, _interrupt)

@@ -86,7 +86,18 @@ class TemplateRenderer:
         }.get(name, f"writes more than {MAX_RENDERED_CHARACTERS:,} characters")
 
     def _asked(self, data: bytes) -> bytes:
-        """What the process says to ``data``. It ends with whatever interrupts this, so the next one gets its own."""
+        """What the process says to ``data``, or another one in its place: it may have been killed for the sake of
+        others. A conversation that ends two of them has failed."""
+        for _ in range(2):
+            answer = self._said(data)
+            if answer is not None:
+                return answer
+        code = None if self._process is None else self._process.returncode
+        raise TemplateFailed(f"the process that renders chat templates ended twice, with code {code}")
+
+    def _said(self, data: bytes) -> bytes | None:
+        """What the process says; None where it has ended. It ends with whatever interrupts this, so that the next
+        conversation gets its own."""
         connection, self._connection = self._connected(), None
         try:
             connection.sendall(len(data).to_bytes(8) + data)
@@ -95,9 +106,8 @@ class TemplateRenderer:
             answer = None
         if answer is None:
             self._end()
-            code = None if self._process is None else self._process.returncode
-            raise TemplateFailed(f"the process that renders chat templates ended with code {code}; try it again")
-        self._connection = connection
+        else:
+            self._connection = connection
         return answer
 
     def _connected(self) -> socket.socket:
