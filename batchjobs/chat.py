@@ -69,7 +69,7 @@ def _other_fields(value: dict[str, Any], where: str, message: dict[str, str]) ->
         elif name in _EMPTY_FIELDS:
             raise FieldError(f"{where}.{name} is not supported", f"{where}.{name}")
         else:
-            raise unknown_name(name, ("role", "content", "name")).below(where)
+            raise unknown_name(name, ("role", "content", "name"), f"field in {where}:").below(where)
 
 
 def _content(value: Any, where: str) -> str:

@@ -39,7 +39,7 @@ def syntax_error(error: json.JSONDecodeError) -> str:
             return f"a comma too many at column {error.colno - (at - comma)}"
         if (mistake := _mistake(rest)) is not None:
             return mistake.format(error.colno)
-        if not rest.strip():
+        if not rest.strip(" \t\r\n"):
             return f"it ends at column {error.colno}, in the middle of an object or a list"
         if error.msg.startswith("Extra data") and rest.startswith("{"):
             return f"another object begins at column {error.colno}; write one on each line"

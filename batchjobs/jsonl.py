@@ -223,8 +223,9 @@ def _prompt(value: Any) -> str | list[int]:
         raise FieldError("prompt must not be empty", "prompt")
     if type(value[0]) in (str, list):
         raise FieldError("prompt must be one prompt; write one line for each", "prompt")
-    for item in value:
-        token_id("prompt", item)
+    for place, item in enumerate(value):
+        if type(item) is not int or not 0 <= item < 2**31:
+            token_id(f"prompt[{place}]", item)  # says what is wrong
     return value
 
 

@@ -304,6 +304,8 @@ class Loader:
             first_source, first_line = self._lines[first_index]
             where = f"line {first_line} of {first_source.name}" if self._several else f"line {first_line}"
             message = f'custom_id "{custom_id}" was used before, on {where}'
+            if custom_id in (f"request-{index}", f"request-{first_index}"):
+                message += "; a plain line without one gets request- and its place, counted from 0"
             self._refuse(
                 index, LineError(line, message, "custom_id", custom_id, "duplicate_custom_id"), request.endpoint
             )

@@ -31,7 +31,7 @@ def cancel_command(ctx: click.Context, batch: str | None, request: str | None, y
     """Cancel what has not ended of BATCH, or one request, and say what became of it.
 
     Requests that have ended keep their answers, requests being answered keep their text so far. Cancelling again is
-    harmless. On a terminal the command asks first.
+    harmless. What was never submitted in full is discarded. On a terminal the command asks first.
     """
     if (batch is None) == (request is None):
         raise click.UsageError("name a batch, or one request with --request")
@@ -47,6 +47,9 @@ def _cancel_batch(ctx: click.Context, batch: str, yes: bool, as_json: bool) -> N
     with open_client(ctx) as client:
         before = client.store.batch(batch)
         left = before.counts.total - before.counts.done
+        if before.submitted_at is None:
+            _discard(client, before, yes, as_json)
+            return
         if left:
             confirm(f"Cancel {plural(left, 'request')} of batch {batch}?", yes)
         client.cancel_batch(batch)
@@ -54,6 +57,18 @@ def _cancel_batch(ctx: click.Context, batch: str, yes: bool, as_json: bool) -> N
         if as_json:
             out_json(status_object(after))
     say(f"batch {batch}: {after.counts.cancelled:,} cancelled, {after.counts.completed:,} completed{_rest(after)}")
+
+
+def _discard(client: Client, info: BatchInfo, yes: bool, as_json: bool) -> None:
+    """Of a submission that was cut, or is still on its way: then that one ends with an error."""
+    from batchjobs.cli.status import status_object
+
+    arrived = f"batch {info.id} was never submitted in full: {plural(info.counts.total, 'request')} arrived"
+    confirm(f"{arrived}. Discard them?", yes)
+    client.store.discard_batch(info.id)
+    if as_json:
+        out_json({**status_object(info), "status": "discarded"})
+    say(f"{arrived}; it is discarded, nothing of it ran")
 
 
 def _ended(client: Client, batch_id: str) -> BatchInfo:

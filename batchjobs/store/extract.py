@@ -20,7 +20,7 @@ import orjson
 import sqlalchemy as sa
 
 from batchjobs import schema
-from batchjobs.errors import NotFound
+from batchjobs.errors import ConnectionFailed, NotFound
 from batchjobs.store.conditions import in_range
 from batchjobs.tables import (
     Instant,
@@ -60,7 +60,10 @@ def extract(database: Database, batch_id: str, file: Path) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="batchjobs-") as folder:
         empty = Path(folder) / "empty.sqlite3"
-        schema.upgrade(f"sqlite:///{empty}")
+        try:
+            schema.upgrade(f"sqlite:///{empty}")
+        except ConnectionFailed as error:  # which is not about the database that is read
+            raise OSError(errno.ENOSPC, "there is no room for its tables", str(file)) from error
         shutil.copyfile(empty, file)
     with _errors_of(file), closing(_opened(file)) as target:
         copied = _Copy(database, batch_id, file, target).run()

@@ -16,7 +16,7 @@ from decimal import Decimal
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from batchjobs.errors import UsageError
+from batchjobs.errors import UsageError, WaitTimeout
 from batchjobs.store.rows import is_storable
 from batchjobs.tables import instant_text
 
@@ -170,9 +170,9 @@ def _query_errors(timeout_seconds: float, is_late: Callable[[], bool], *kinds: t
         if reason == "interrupted" and not is_late():
             raise KeyboardInterrupt from error  # SQLite swallows it on its way out of the look at the clock
         if state == _ENDED or reason == "interrupted":
-            reason = (
-                f"it took longer than its timeout of {timeout_seconds:g} s; ask about one batch, or allow more time"
-            )
+            raise WaitTimeout(
+                f"the query took longer than its timeout of {timeout_seconds:g} s; ask about one batch, or allow more"
+            ) from error
         if state == _READ_ONLY or reason == "not authorized" or "data-modifying" in reason:
             reason = _ONLY_READING
         raise UsageError(f"the query failed: {reason}") from error

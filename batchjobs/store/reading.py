@@ -142,7 +142,8 @@ class ReadingPart(Part):
             The names of the columns, and the rows: at most ``limit`` (None: all), streamed.
 
         Raises:
-            UsageError: The statement is wrong, would write, or takes longer than ``timeout_seconds``.
+            UsageError: The statement is wrong, or would write.
+            WaitTimeout: It takes longer than ``timeout_seconds``.
         """
         return run_free_query(self._database, sql, limit, timeout_seconds)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from batchjobs.errors import UsageError
+from batchjobs.errors import UsageError, WaitTimeout
 from batchjobs.results import json_line
 from batchjobs.store import Store
 from tests.support.batches import submit
@@ -49,7 +49,7 @@ def postgresql(server: str) -> Any:
 
 def test_no_time_at_all_is_a_short_time(sqlite: Store, postgresql: Store) -> None:
     for store in (sqlite, postgresql):
-        with pytest.raises(UsageError):
+        with pytest.raises(WaitTimeout):
             list(store.select(NUMBERS.format(3_000_000), None, timeout_seconds=0.0001)[1])
         assert list(store.select(NUMBERS.format(2), None, timeout_seconds=float("inf"))[1]) == [(1,), (2,)]
 

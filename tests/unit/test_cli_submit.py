@@ -15,6 +15,7 @@ from batchjobs.cli.run import why_idle
 from batchjobs.store import WorkerFigures, WorkerInfo
 from batchjobs.types import ShardId
 from tests.support.answers import answer, answer_all, failure
+from tests.support.batches import create, request
 from tests.support.cases import case
 from tests.support.command_line import CommandLine, command_line
 
@@ -305,6 +306,16 @@ def test_a_cancelled_batch_ends_with_6(command_line: CommandLine) -> None:
     assert waited.exit_code == 6
     assert "was cancelled" in waited.stderr
     assert command_line.json("cancel", batch, "--yes")["status"] == "cancelled"
+
+
+def test_what_was_never_submitted_in_full_is_discarded(command_line: CommandLine) -> None:
+    with Client(home=command_line.home) as client:
+        batch = create(client.store)
+        client.store.add_requests(batch, [request(0), request(1)])
+    done = command_line.run("cancel", batch, "--yes", "--json")
+    said = f"batch {batch} was never submitted in full: 2 requests arrived; it is discarded, nothing of it ran\n"
+    assert (done.exit_code, json.loads(done.stdout)["status"], done.stderr) == (0, "discarded", said)
+    assert command_line.run("status", batch).exit_code == 4
 
 
 def test_one_request_is_cancelled(command_line: CommandLine) -> None:

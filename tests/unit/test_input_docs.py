@@ -96,7 +96,7 @@ def test_each_limit_is_the_last_value_that_is_taken(last: dict[str, Any], first_
     with pytest.raises(InvalidLineError) as caught:
         parse_line(json.dumps({"prompt": "a", **first_refused}).encode(), 1, 0)
     assert caught.value.error.field
-    assert caught.value.error.field.split(".")[0] == next(iter(first_refused))
+    assert re.split(r"[.\[]", caught.value.error.field)[0] == next(iter(first_refused))
 
 
 def test_the_default_of_max_tokens_is_told_and_none_is_taken_from_metadata() -> None:
