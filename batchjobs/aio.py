@@ -290,7 +290,7 @@ class _Submission(threading.Thread):
             source = self._items(source)
         return self._client.submit(source, progress=self._stored, **self._options)
 
-    def _items(self, source: Iterable[T]) -> Iterator[T]:
+    def _items(self, source: Iterable[Any]) -> Iterator[Any]:
         for item in source:
             self._check_wanted()
             yield item

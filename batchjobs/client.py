@@ -164,7 +164,8 @@ class Client(Control):
             timeout_seconds: How long the database may work on it.
 
         Raises:
-            UsageError: The statement is wrong, would write, takes too long, or gives two columns one name.
+            UsageError: The statement is wrong, would write, or gives two columns one name.
+            WaitTimeout: It takes longer than ``timeout_seconds``.
         """
         names, rows = self.store.select(sql, limit, timeout_seconds=timeout_seconds)
         if twice := [name for name, count in Counter(names).items() if count > 1]:

@@ -257,6 +257,7 @@ def test_a_follower_of_a_closed_client_ends(
     pauses: list[None] = []
 
     def close() -> None:
+        assert not pauses, "it looked again"
         pauses.append(client.close())
 
     monkeypatch.setattr(following, "time", Clock(close))
@@ -286,7 +287,13 @@ def test_a_closed_client_stays_closed(client: Client, connections: list[Database
     batch = client.submit([{"prompt": "a"}])
     client.close()
     client.close()
-    for use in (batch.wait, batch.cancel, client.batches, client.workers, lambda: client.submit([{"prompt": "b"}])):
+    for use in (
+        lambda: batch.wait(0),
+        batch.cancel,
+        client.batches,
+        client.workers,
+        lambda: client.submit([{"prompt": "b"}]),
+    ):
         with pytest.raises(BatchjobsError, match=CLOSED):
             use()
     with pytest.raises(BatchjobsError, match=CLOSED):
