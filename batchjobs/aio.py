@@ -18,19 +18,19 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import wraps
 from itertools import islice
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from batchjobs.client import Batch, Client, while_open
-from batchjobs.errors import BatchjobsError, WaitTimeout
+from batchjobs.errors import WaitTimeout
 from batchjobs.following import follow_results
 from batchjobs.results import Result
+from batchjobs.submission_thread import SubmissionThread
 from batchjobs.waiting import too_late
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class AsyncClient(_Layer[Client]):
         """
         turn = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_THREADS))
         async with turn:
-            thread = _Submission(self.sync, source, options)
+            thread = SubmissionThread(self.sync, source, options)
             thread.start()
             try:
                 return AsyncBatch(await asyncio.wrap_future(thread.made), self._threads)
@@ -250,70 +250,6 @@ class AsyncBatch(_Layer[Batch]):
     pause = _threaded(Batch.pause)
     resume = _threaded(Batch.resume)
     retry_failed = _threaded(Batch.retry_failed)
-
-
-class _GivenUp(BaseException):
-    """Nobody waits for the submission any more."""
-
-
-class _Submission(threading.Thread):
-    """A submission in a thread of its own, because nobody knows how long its source is silent.
-
-    Whether it came first to ``made`` or was given up is decided there: a future that was cancelled takes no result.
-    """
-
-    def __init__(self, client: Client, source: Submittable, options: dict[str, Any]) -> None:
-        super().__init__(name="batchjobs-submission", daemon=True)
-        self.made: Future[Batch] = Future()
-        self._client = client
-        self._source = source
-        self._options = options
-        self._progress = options.pop("progress", None)
-        self._context = contextvars.copy_context()
-
-    def run(self) -> None:
-        try:
-            batch = self._context.run(self._submit)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it
-            if self.made.set_running_or_notify_cancel():
-                self.made.set_exception(error)
-            return
-        if self.made.set_running_or_notify_cancel():
-            self.made.set_result(batch)
-        else:
-            self._cancel(batch)
-
-    def _submit(self) -> Batch:
-        source = self._source
-        is_file = isinstance(source, str | PathLike) or hasattr(source, "read")
-        if isinstance(source, Iterable) and not is_file and not isinstance(source, Mapping):
-            source = self._items(source)
-        return self._client.submit(source, progress=self._stored, **self._options)
-
-    def _items(self, source: Iterable[Any]) -> Iterator[Any]:
-        for item in source:
-            self._check_wanted()
-            yield item
-        self._check_wanted()
-
-    def _stored(self, requests: int) -> None:
-        self._check_wanted()
-        if self._progress is not None:
-            self._progress(requests)
-
-    def _check_wanted(self) -> None:
-        if self.made.cancelled():
-            raise _GivenUp
-
-    def cancel_what_was_made(self) -> None:
-        if self.made.exception() is None:
-            self._cancel(self.made.result())
-
-    def _cancel(self, batch: Batch) -> None:
-        """Too late to be taken back. With a key it stays: the same submission later finds it."""
-        if self._options.get("key") is None:
-            with suppress(BatchjobsError), Client(self._client.settings) as client:  # the other may be closed by now
-                client.cancel_batch(batch.id)
 
 
 class _NextLook(Exception):
