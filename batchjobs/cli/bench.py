@@ -11,7 +11,12 @@ from batchjobs.cli.worker import chosen_model
 @click.command("bench")
 @click.option("--workload", default="mixed-64", help="Name of the set of requests; default: mixed-64.")
 @click.option("--model", "-m", help="Folder, hub id or .gguf file.")
-@click.option("--dtype", default="float32", help="float32 (default), bfloat16, float16 or auto.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="float32",
+    help="Of the weights; default: float32.",
+)
 @click.option(
     "--baseline", "baselines", multiple=True, help="Measure this beside it: transformers or static; may be repeated."
 )

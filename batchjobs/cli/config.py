@@ -13,7 +13,7 @@ def config_command() -> None:
     """Show the settings in force and where each comes from."""
 
 
-@config_command.command("show")
+@config_command.command("show", short_help="Print every setting, and where it comes from.")
 @as_json
 @click.pass_context
 def show_command(ctx: click.Context, as_json: bool) -> None:

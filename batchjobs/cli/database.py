@@ -30,7 +30,7 @@ def db_command() -> None:
     """
 
 
-@db_command.command("upgrade")
+@db_command.command("upgrade", short_help="Bring the tables to the newest revision.")
 @click.pass_context
 def upgrade_command(ctx: click.Context) -> None:
     """Bring the tables to the newest revision; safe to run again, and at the same time."""
@@ -59,7 +59,7 @@ def current_command(ctx: click.Context, as_json: bool) -> None:
             say(f"the newest revision is {newest}; run `batchjobs db upgrade`")
 
 
-@db_command.command("check")
+@db_command.command("check", short_help="Compare the tables with what this version expects.")
 @as_json
 @click.pass_context
 def check_command(ctx: click.Context, as_json: bool) -> int:

@@ -27,7 +27,7 @@ def model_command() -> None:
     """Change the model that workers serve, and list the versions there were."""
 
 
-@model_command.command("update")
+@model_command.command("update", short_help="Change the model of living workers.")
 @click.argument("model")
 @click.option("--revision", help="Branch, tag or commit of a model from a hub.")
 @click.option("--worker", "workers", multiple=True, help="Only this worker; may be given several times.")
@@ -118,7 +118,7 @@ _BECAME = {
 }
 
 
-@model_command.command("list")
+@model_command.command("list", short_help="List the versions that workers have served.")
 @as_json
 @click.pass_context
 def list_command(ctx: click.Context, as_json: bool) -> None:

@@ -80,14 +80,15 @@ _SAMPLING = (
 
 _ENGINE = (
     click.option("--device", help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", help="auto, float32, bfloat16 or float16."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of the weights."),
     click.option("--page-size", type=int, help="Tokens in one page of the KV cache."),
     click.option("--num-blocks", type=int, help="Pages of the KV cache; default: what fits."),
     click.option("--max-batch-tokens", type=int, help="Tokens in one step at most."),
     click.option("--max-requests-per-batch", type=int, help="Requests that decode at the same time at most."),
     click.option(
         "--scheduler-type",
-        help="fifo (default), prefix (prompts that begin alike together) or longest_first.",
+        type=click.Choice(["fifo", "prefix", "longest_first"]),
+        help="Which prompts come first; prefix: those that begin alike together. Default: fifo.",
     ),
     click.option("--max-memory-percent", type=float, help="Share of the free memory for the KV cache, over 0 to 1."),
     click.option("--cpu-offload-space", type=float, help="GiB of CPU memory for sequences that give way; 0 for none."),
