@@ -261,7 +261,7 @@ class TestHot:
         done = ended(store, command)
         assert done.result is not None, done.error
         assert done.result["finished"] == (4 if pause.startswith("batch") else 0)
-        assert store.batch(paused).counts.queued == 4
+        eventually(lambda: store.batch(paused).counts.queued == 4, "it is given back")
         assert len(checkpointed(store, paused)) == 4, "whoever has the old model goes on from there"
         store.pause_batch(paused, by="ann@host")
         store.resume_worker(None)

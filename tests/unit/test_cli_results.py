@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -521,25 +522,23 @@ def test_a_batch_in_a_database_of_its_own(command_line: CommandLine, tmp_path: P
     assert "seems to be open in another program (copy.db-wal is beside it); close that" in is_open.stderr
 
 
-def test_a_folder_without_permission_is_named(tmp_path: Path, unprivileged: None) -> None:
-    tmp_path.chmod(0o555)
-    with pytest.raises(UsageError, match=f"the folder {tmp_path} cannot be written; change its permissions"):
-        check_target(tmp_path / "out", force=False)
-    tmp_path.chmod(0o755)
-
-
 @pytest.fixture
-def unprivileged(tmp_path: Path) -> Iterator[None]:
-    """The test is done as a user who is not allowed everything."""
-    if os.geteuid() != 0:
-        yield
-        return
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+def read_only() -> Iterator[Path]:
+    """A folder that may not be written; the test is done as a user who is not allowed everything."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o555)
+        before = os.geteuid()
+        if before == 0:
+            os.seteuid(65534)
+        yield folder
+        os.seteuid(before)
         folder.chmod(0o755)
-    os.chown(tmp_path, 65534, 65534)
-    os.seteuid(65534)
-    yield
-    os.seteuid(0)
+
+
+def test_a_folder_without_permission_is_named(read_only: Path) -> None:
+    with pytest.raises(UsageError, match=f"the folder {read_only} cannot be written; change its permissions"):
+        check_target(read_only / "out", force=False)
 
 
 @pytest.mark.parametrize(
