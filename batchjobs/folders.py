@@ -10,7 +10,7 @@ from pathlib import Path
 
 from batchjobs.errors import BatchjobsError
 
-_DATABASE = "batchjobs.sqlite3"
+DATABASE_FILE = "batchjobs.sqlite3"
 _BESIDE = ("-wal", "-shm", "-journal")
 """What SQLite reads together with a database: it takes changes from there."""
 
@@ -45,7 +45,7 @@ def _refuse_planted(home: Path, owners: set[int]) -> None:
     """Raises BatchjobsError where the database, or a link in its place, belongs to none of the ``owners``: users who
     could exchange it in any case."""
     for end in ("", *_BESIDE):
-        file = home / f"{_DATABASE}{end}"
+        file = home / f"{DATABASE_FILE}{end}"
         for look in (os.lstat, os.stat):
             with contextlib.suppress(OSError):  # most are not there
                 if look(file).st_uid not in owners:

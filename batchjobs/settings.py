@@ -14,6 +14,7 @@ from pydantic_settings.sources import InitSettingsSource
 
 from batchjobs.errors import UsageError
 from batchjobs.fields import unknown_name
+from batchjobs.folders import DATABASE_FILE
 from batchjobs.text import hide_password
 from batchjobs.types import Priority
 
@@ -85,7 +86,7 @@ class Settings(BaseSettings):
     @property
     def store_url(self) -> str:
         """SQLAlchemy's URL of the database."""
-        return self.database_url or f"sqlite:///{self.home / 'batchjobs.sqlite3'}"
+        return self.database_url or f"sqlite:///{self.home / DATABASE_FILE}"
 
     @property
     def sources(self) -> dict[str, str]:

@@ -121,7 +121,7 @@ def _write(made: Trace, target: Path | None, force: bool) -> None:
     from batchjobs.cli.files import output
     from workers.timeline import timeline
 
-    with output(target) as stream:
+    with output(target, new=not force) as stream:
         for piece in timeline(made.log, process=made.engine.model_name):
             stream.write(piece)
     if target is not None:

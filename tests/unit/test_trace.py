@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from batchjobs.cli import trace as command
+from batchjobs.errors import UsageError
 from batchjobs.types import Endpoint, Request
 from tests.support.command_line import CommandLine, command_line
 from tests.support.models import save_chat_model, save_model
@@ -112,3 +117,19 @@ def test_requests_that_cannot_run_are_named(command_line: CommandLine, llama: Pa
     assert "request request-1 failed: " in done.stderr
     assert "request request-2 failed: context_length_exceeded: " in done.stderr
     assert "A left after 2 tokens (length); free" in done.stdout
+
+
+def test_a_timeline_goes_over_no_file_that_appears_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "steps.json"
+
+    def timeline(log: object, process: str) -> Iterator[bytes]:
+        target.write_text("theirs")
+        yield b"ours"
+
+    monkeypatch.setattr("workers.timeline.timeline", timeline)
+    made: Any = SimpleNamespace(log=None, engine=SimpleNamespace(model_name="m"))
+    with pytest.raises(UsageError, match="has appeared meanwhile and stays as it is"):
+        command._write(made, target, False)
+    assert target.read_text() == "theirs"
+    command._write(made, target, True)
+    assert target.read_text() == "ours"
