@@ -142,13 +142,14 @@ def for_here(text: str, machine: Machine) -> str:
 
 
 def run(block: Block, machine: Machine, folder: Path) -> str:
-    """What it prints. Workers that it leaves in the background are ended."""
+    """What it prints. Workers that it leaves in the background are ended in good order: one that was killed would be
+        listed as living for a while, and be waited for."""
     text = for_here("\n".join(block.lines()), machine)
     if block.language == "python":
         command = [sys.executable, "-c", text]
     else:
         after = "\n".join(line for start, line in AFTERWARDS.items() if block.text.startswith(start))
-        script = f"set -euo pipefail\ntrap 'kill -KILL $(jobs -p) 2>/dev/null || true; wait' EXIT\n{text}\n{after}"
+        script = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n{text}\n{after}"
         command = ["bash", "-c", script]
     environment = machine.environment | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
