@@ -51,6 +51,7 @@ class Settings(BaseSettings):
     max_memory_percent: float | None = Field(None, gt=0, le=1, description="share of the free memory for the KV cache")
     cpu_offload_space: float = Field(2.0, ge=0, description="GiB of CPU memory for sequences that have to give way")
     use_async_batching: bool | None = Field(None, description="plan a step while the last runs; unset: on a GPU")
+    native_forward: bool | None = Field(None, description="known models in C++ on a CPU; unset: where it is faster")
 
     metrics_port: int | None = Field(None, ge=0, le=65535, description="port of a worker's metrics; unset: none")
     metrics_host: str = Field("127.0.0.1", description="address that metrics are served on")

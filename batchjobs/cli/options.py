@@ -98,6 +98,11 @@ _ENGINE = (
         default=None,
         help="Plan a step while the one before it runs; default: on a GPU.",
     ),
+    click.option(
+        "--native-forward/--no-native-forward",
+        default=None,
+        help="Run known models in C++ on a CPU; default: where that is faster.",
+    ),
 )
 
 _OUTPUT = (

@@ -20,7 +20,7 @@ from batchjobs.types import FinishReason
 from tests.fuzz.drive import run_case
 from tests.fuzz.engine_cases import draw_case
 from tests.fuzz.models import Models
-from workers.engine import engine, pipeline, runner, sampling_rows
+from workers.engine import engine, pipeline, runner, sampling_rows, sequence
 from workers.engine.engine import Engine
 from workers.engine.inflight import Transition
 from workers.engine.offload import HostCache
@@ -204,7 +204,7 @@ def a_cancel_ends_the_first_choice_only() -> AbstractContextManager[Any]:
 
 @mutant
 def seed_ignores_the_choice() -> AbstractContextManager[Any]:
-    return changed(sampling_rows, "uniform", lambda original, seed, _choice, position: original(seed, 0, position))
+    return changed(sequence, "stream", lambda original, seed, _choice: original(seed, 0))
 
 
 @mutant

@@ -97,6 +97,18 @@ def test_a_changed_source_is_another_kernel(source: Path) -> None:
 
 
 @needs_compiler
+def test_a_changed_header_is_another_kernel(source: Path) -> None:
+    """Also one that a header includes, each from its own folder; and headers may include each other."""
+    (source.parent / "parts").mkdir()
+    source.write_text('#include "parts/one.h"\nextern "C" int answer() { return ANSWER; }\n')
+    (source.parent / "parts" / "one.h").write_text('#pragma once\n  #  include "two.h"\n')
+    for answer in (42, 43):
+        header = f'#pragma once\n#include <cstdint>\n#include "one.h"\n#define ANSWER {answer}\n'
+        (source.parent / "parts" / "two.h").write_text(header)
+        assert load_kernel(source).answer() == answer
+
+
+@needs_compiler
 def test_another_processor_gets_another_kernel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_kernel(source)
     monkeypatch.setattr("workers.engine.attention.compiler._processor", lambda: "a later one")

@@ -14,10 +14,20 @@ import torch
 
 from batchjobs.types import SamplingParams
 from tests.support.cases import case
-from workers.engine import EngineRequest
+from workers.engine import EngineRequest, sampler
+from workers.engine.native.logits import logits_kernel
 from workers.engine.sampler import BLOCK, SHORT_LIST, sample, score
 from workers.engine.sampling_rows import sampling_rows, uniform
 from workers.engine.sequence import Sequence
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs on the kernel and without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "logits_kernel", lambda: None)
+    elif logits_kernel() is None:
+        pytest.skip("no C++ compiler")
 
 
 def sequence(
@@ -42,7 +52,7 @@ class Draw:
 def draw_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> list[Draw]:
     """The next token of each sequence from its row of ``logits``, as a step of the engine draws it."""
     got = sample(logits, sampling_rows(sequences, logits.shape[1]))
-    tops = got.tops or [None] * len(sequences)
+    tops: list[list[tuple[int, float]] | None] = [*got.tops] if got.tops else [None] * len(sequences)
     columns = (got.tokens.tolist(), got.logprobs.tolist(), tops, got.allowed.tolist())
     return [Draw(*row) for row in zip(*columns, strict=True)]
 
@@ -162,10 +172,11 @@ def test_choices_have_streams_of_their_own() -> None:
     assert len(set(first)) > 1
 
 
-def test_where_nothing_is_left_to_choose_the_row_says_so() -> None:
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_where_nothing_is_left_to_choose_the_row_says_so(top_p: float) -> None:
     logits = torch.zeros(2, 3)
-    banned = sequence(SamplingParams(temperature=0.5, min_tokens=5), stop_ids=frozenset({0, 1, 2}))
-    free = sequence(SamplingParams(temperature=0.5))
+    banned = sequence(SamplingParams(temperature=0.5, top_p=top_p, min_tokens=5), stop_ids=frozenset({0, 1, 2}))
+    free = sequence(SamplingParams(temperature=0.5, top_p=top_p))
     assert [d.allowed for d in draw_tokens(logits, [banned, free])] == [False, True]
 
 
@@ -247,3 +258,8 @@ def test_uniform_numbers_are_even_and_differ_by_every_argument() -> None:
     tenths = Counter(int(n * 10) for n in numbers)
     assert all(abs(count - 2000) < 200 for count in tenths.values())
     assert len({uniform(1, 0, 0), uniform(2, 0, 0), uniform(1, 1, 0), uniform(1, 0, 1)}) == 4
+
+
+def test_a_stored_seed_stands_for_the_same_numbers_for_ever() -> None:
+    assert uniform(7, 0, 0) == 0.609394524568175
+    assert uniform(-1, 3, 41) == 0.6498563573240895

@@ -43,25 +43,27 @@ class PackedBatch:
 
 
 def pack(plan: Sequence[Scheduled], tables: PageTables, page_size: int) -> PackedBatch:
-    counts = np.fromiter((part.count for part in plan), np.int32, len(plan))
-    cached = np.fromiter((part.first for part in plan), np.int32, len(plan))
-    slots = np.fromiter((part.slot for part in plan), np.intp, len(plan))
-    samples = np.fromiter((part.samples for part in plan), np.bool_, len(plan))
+    counts = np.array([part.count for part in plan], np.int32)
+    cached = np.array([part.first for part in plan], np.int32)
+    slots = np.array([part.slot for part in plan], np.intp)
+    samples = np.array([part.samples for part in plan], np.bool_)
     starts = np.zeros(len(plan) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     total = int(starts[-1])
     positions = np.arange(total) - np.repeat(starts[:-1] - cached, counts)
-    input_ids = np.zeros(total, np.int64)
-    fed = np.zeros(len(plan), np.bool_)
-    for index, part in enumerate(plan):
+    input_ids: list[int] = []
+    is_fed: list[bool] = []
+    for part in plan:
         known = part.sequence.tokens[part.first : part.first + part.count]
-        start = starts[index]
-        input_ids[start : start + len(known)] = known
-        fed[index] = len(known) < part.count
+        is_fed.append(len(known) < part.count)  # by the one token that is in flight
+        input_ids += known
+        if is_fed[-1]:
+            input_ids.append(0)
+    fed = np.array(is_fed, np.bool_)
     last_rows = starts[1:].astype(np.int64) - 1
     width = -(-int((cached + counts).max(initial=0)) // page_size)
     return PackedBatch(
-        input_ids=input_ids,
+        input_ids=np.array(input_ids, np.int64),
         positions=positions,
         fed_rows=last_rows[fed],
         fed_slots=slots[fed],

@@ -25,12 +25,13 @@ class EngineConfig:
         max_requests_per_batch: Sequences that run at the same time at most.
         scheduler_type: ``fifo``, ``prefix`` (prompts that begin alike together) or ``longest_first``.
         use_async_batching: Plan a step while the one before it runs; None does so on a GPU.
+        native_forward: Run known decoders in C++ on a CPU; None does so where it is faster than transformers' modules.
         cpu_offload_space: GiB of CPU memory for the pages of sequences that have to give way; 0 computes them again.
         cpu_offload_space_safety_threshold: The most of the machine's memory that this may be, 0 to 1.
         max_queue_size: Requests that an EngineLoop lets wait at most; 0 sets no limit.
         seed: What the seeds of requests without one are drawn from; None draws them at random.
         max_model_len: Tokens of prompt and answer together at most; None takes the model's own limit.
-        threads: CPU threads for the forward pass; None leaves torch's choice.
+        threads: CPU threads for the forward pass; None leaves torch's choice, within a container's processor quota.
 
     Raises:
         UsageError: A value is out of range; the message names it.
@@ -46,6 +47,7 @@ class EngineConfig:
     max_requests_per_batch: int = 64
     scheduler_type: str = "fifo"
     use_async_batching: bool | None = None
+    native_forward: bool | None = None
     cpu_offload_space: float = 2.0
     cpu_offload_space_safety_threshold: float = 0.8
     max_queue_size: int = 0

@@ -24,8 +24,10 @@ from workers.engine.models import choose_device, load_model
 from workers.engine.observer import EngineObserver
 from workers.engine.parts import Parts, assemble
 from workers.engine.pipeline import Step
+from workers.engine.processors import threads_for
 from workers.engine.requests import EngineDelta, EngineOutput, EngineRequest, EngineStats, PromptError
 from workers.engine.runner import StepResult
+from workers.engine.sampler import prepare
 from workers.engine.sequence import Sequence
 from workers.engine.staging import StagedModel, stage
 from workers.engine.update import UpdateReport, update
@@ -53,10 +55,12 @@ class Engine:
         observer: EngineObserver | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        if self.config.threads is not None:
-            torch.set_num_threads(self.config.threads)
+        threads = self.config.threads or threads_for(torch.get_num_threads())
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
         loaded = load_model(model, device=choose_device(self.config.device), dtype=self.config.dtype, revision=revision)
         self.device = str(loaded.model.device)
+        prepare(self.device)
         self._use(assemble(loaded, self.config))
         self.observer = observer or EngineObserver()
         self._in_flight: Step | None = None
@@ -298,9 +302,8 @@ class Engine:
         if not plan:
             return None
         batch = pack(plan, self.scheduler.tables, self.pool.page_size)
-        for part in plan:
-            self._prompt_tokens += part.prompt_tokens
-            self._recomputed_tokens += part.again
+        self._prompt_tokens += sum(part.prompt_tokens for part in plan if part.first < part.sequence.prompt_len)
+        self._recomputed_tokens += sum([part.again for part in plan])
         number = self._pipeline.launched + 1
         self.observer.planned(number, plan, started, time.monotonic())
         return self._pipeline.launch(plan, batch, self.scheduler.take_copies())

@@ -19,6 +19,7 @@ class PageKeeper:
 
     def __init__(self, pool: PagePool, tables: PageTables, host: HostPool) -> None:
         self.pool, self.tables, self.host = pool, tables, host
+        self.windowed = [group for group, window in enumerate(pool.windows) if window is not None]
         self._copies: list[PageCopy] = []
 
     @property
@@ -54,14 +55,14 @@ class PageKeeper:
     def lacking(self, sequence: Sequence, tokens: int) -> list[int]:
         """By group, how many pages it needs more for its first ``tokens`` tokens."""
         wanted = self.pool.pages_for(tokens)
-        return [max(0, wanted - len(pages)) for pages in sequence.pages]
+        return [wanted - len(pages) if wanted > len(pages) else 0 for pages in sequence.pages]
 
     def give(self, sequence: Sequence, group: int, pages: list[int]) -> None:
         self.tables.write(group, sequence.slot, len(sequence.pages[group]), pages)
         sequence.pages[group] += pages
 
     def release_behind_windows(self, sequence: Sequence) -> None:
-        for group in self.groups:
+        for group in self.windowed:
             released, first = sequence.released[group], self.pool.first_seen(group, sequence.computed)
             if first > released:
                 pages = sequence.pages[group]
@@ -72,7 +73,7 @@ class PageKeeper:
 
     def register_full_pages(self, sequence: Sequence) -> None:
         size = self.pool.page_size
-        if sequence.is_stale:
+        if sequence.is_stale or (sequence.registered + 1) * size > sequence.computed:
             return
         while (sequence.registered + 1) * size <= min(sequence.computed, len(sequence.tokens)):
             index = sequence.registered

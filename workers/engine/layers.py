@@ -28,6 +28,7 @@ IMPLEMENTATION = "batchjobs_paged"
 HARMLESS = frozenset({"position_ids"})  # options that say nothing about the attention itself
 NOT_CAUSAL = "is_causal=False"
 LENGTH = 4  # tokens of each of the probe's two sequences
+PROBE_PAGES = 3  # the null page, and one for each of them
 KEPT = (3, 1, 2)  # rows of a packed step whose logits are compared, in no order
 TOLERANCE = 1e-3  # of the largest logit, in float32; rounding alone stays far below
 COARSE_TOLERANCE = 0.1  # in bfloat16 and float16
@@ -135,8 +136,25 @@ class _Listener:
         self.found.append((self.module, spec))
 
 
+class Probe(NamedTuple):
+    """What a model told of itself: its attention layers in the order in which they run, and its own logits."""
+
+    layers: list[tuple[torch.nn.Module, LayerSpec]]
+    tokens: torch.Tensor  # [2, LENGTH]
+    logits: torch.Tensor  # [2, LENGTH, V]
+
+
+PackedStep = Callable[[torch.Tensor, list[int], PackedRows, Sequence[int]], torch.Tensor]
+"""Runs one packed step: ids [T], their positions, the sequences, and the rows whose logits are wanted -> [K, V]."""
+
+
 def probe_layers(model: PreTrainedModel, source: str) -> list[tuple[torch.nn.Module, LayerSpec]]:
-    """Find the attention layers, in the order in which they run, and check that paged attention does what they do.
+    """The attention layers of :func:`probe_model`. Raises UsageError."""
+    return probe_model(model, source).layers
+
+
+def probe_model(model: PreTrainedModel, source: str) -> Probe:
+    """Find the attention layers, and check that paged attention does what they do.
 
     Two sequences of four tokens run as the model itself runs them, and then packed, in two steps. Leaves the model with
     our attention, bound to no pages.
@@ -156,10 +174,11 @@ def probe_layers(model: PreTrainedModel, source: str) -> list[tuple[torch.nn.Mod
                 f"it has {text.num_hidden_layers} layers but {len(found)} attention calls in {distinct} modules, "
                 "as state-space, hybrid and layer-sharing models have"
             )
-        _compare(_packed(model, found, tokens), own, model.dtype)
+        probe = Probe(found, tokens, own)
+        check_packed(_module_step(model, found), probe, model.dtype)
     except Exception as error:  # whatever a foreign architecture raises, the user wants one sentence
         raise UsageError(f"{source!r} ({kind}) cannot run on packed rows: {error}") from error
-    return found
+    return probe
 
 
 def unbind(model: PreTrainedModel) -> None:
@@ -180,34 +199,47 @@ def _listen(
     return found, own
 
 
-def _packed(
-    model: PreTrainedModel, layers: Sequence[tuple[torch.nn.Module, LayerSpec]], tokens: torch.Tensor
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _module_step(model: PreTrainedModel, layers: Sequence[tuple[torch.nn.Module, LayerSpec]]) -> PackedStep:
+    """The model's own modules, with paged attention."""
+    _set_attention(model, IMPLEMENTATION)
+    backend = TorchPagedAttention()
+    bound = {
+        module: PagedLayer(spec, backend, backend.allocate(spec, PROBE_PAGES, LENGTH, model.dtype, model.device))
+        for module, spec in layers
+    }
+
+    def step(ids: torch.Tensor, positions: list[int], rows: PackedRows, wanted: Sequence[int]) -> torch.Tensor:
+        backend.begin(rows)
+        with _bound(bound):
+            logits: torch.Tensor = model(
+                input_ids=ids[None],
+                position_ids=torch.tensor([positions], device=model.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(wanted, device=model.device),
+            ).logits
+        return logits[0]
+
+    return step
+
+
+def check_packed(step: PackedStep, probe: Probe, dtype: torch.dtype) -> None:
+    """Raises ValueError if packed steps, over PROBE_PAGES pages of LENGTH tokens, give other logits than the model."""
+    _compare(_packed(step, probe.tokens), probe.logits, dtype)
+
+
+def _packed(step: PackedStep, tokens: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Sequence, position and logits [V] of rows of two packed steps: three tokens and one, then one and three.
 
     So each row stands where its position does not, beside a stranger, and both sequences go on from their pages.
     """
-    _set_attention(model, IMPLEMENTATION)
-    backend = TorchPagedAttention()
-    bound = {
-        module: PagedLayer(spec, backend, backend.allocate(spec, 3, LENGTH, model.dtype, model.device))
-        for module, spec in layers
-    }
     for cached, counts in (((0, 0), (3, 1)), ((3, 1), (1, 3))):
         rows = [(s, p) for s in range(2) for p in range(cached[s], cached[s] + counts[s])]
         starts, tables = np.array([0, counts[0], LENGTH], np.int32), np.array([[1], [2]], np.int32)
-        backend.begin(PackedRows(starts, np.array(cached, np.int32), tables, LENGTH))
-        positions = torch.tensor([[p for _, p in rows]], device=model.device)
-        with _bound(bound):
-            logits = model(
-                input_ids=torch.stack([tokens[s, p] for s, p in rows])[None],
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=torch.tensor(KEPT, device=model.device),
-            ).logits
-        if logits.shape[1] != len(KEPT):
+        packed = PackedRows(starts, np.array(cached, np.int32), tables, LENGTH)
+        logits = step(torch.stack([tokens[s, p] for s, p in rows]), [p for _, p in rows], packed, KEPT)
+        if logits.shape[0] != len(KEPT):
             raise ValueError("it computes the logits of every row, whether they are needed or not")
-        yield from ((*rows[row], logits[0, index]) for index, row in enumerate(KEPT))
+        yield from ((*rows[row], logits[index]) for index, row in enumerate(KEPT))
 
 
 def _compare(packed: Iterator[tuple[int, int, torch.Tensor]], own: torch.Tensor, dtype: torch.dtype) -> None:

@@ -22,7 +22,8 @@ from workers.engine.attention.interface import LayerSpec, PackedRows
 from workers.engine.batch import PackedBatch
 from workers.engine.cache import KVCache, group_layers, page_bytes
 from workers.engine.config import EngineConfig
-from workers.engine.layers import PagedLayer, probe_layers, unbind
+from workers.engine.layers import PagedLayer, probe_model, unbind
+from workers.engine.native import native_forward
 from workers.engine.offload import HostCache, PageCopy, host_pages
 from workers.engine.sampler import sample, score
 
@@ -58,7 +59,8 @@ class Runner:
         self.model = loaded.model
         self.device = loaded.model.device
         with torch.inference_mode():
-            layers = probe_layers(loaded.model, loaded.name)
+            probe = probe_model(loaded.model, loaded.name)
+        layers = probe.layers
         specs = [spec for _, spec in layers]
         self.groups = group_layers(specs)
         self.page_size = config.page_size
@@ -81,13 +83,21 @@ class Runner:
             useful=useful,
         )
         self._host = HostCache(self.cache, self.host_pages)
-        self._bind(layers)
+        group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        each = [group_of[index] for index in range(len(specs))]
+        self._bind(layers, each)
+        caches = [self.cache.layer(index) for index in range(len(specs))]
+        with torch.inference_mode():
+            self.native = native_forward(loaded.model, probe, self.backends, caches, each, config=config)
         self._last_tokens = torch.zeros(config.max_requests_per_batch, dtype=torch.long, device=self.device)
         self._started = 0.0
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, copies: Sequence[PageCopy]) -> torch.Tensor:
-        """One packed step. Returns the logits of its sampled rows and then of its scored rows: [R + P, V] float32."""
+        """One packed step. Returns the logits of its sampled rows and then of its scored rows: [R + P, V] float32.
+
+        They may be gone when the next step runs.
+        """
         self._started = time.monotonic()
         self._host.copy(copies)
         for backend, rows in zip(self.backends, batch.rows, strict=True):
@@ -96,6 +106,8 @@ class Runner:
         if len(batch.fed_rows):
             input_ids[self._on_device(batch.fed_rows)] = self._last_tokens[self._on_device(batch.fed_slots)]
         wanted = np.concatenate((batch.sampled_rows, batch.scored_rows))
+        if self.native is not None:
+            return self.native(input_ids, batch.positions, wanted)
         output = self.model(
             input_ids=input_ids[None],  # [1, T]
             position_ids=self._on_device(batch.positions)[None],  # [1, T]
@@ -133,11 +145,12 @@ class Runner:
         They are computed in the null page. On the host, float32.
         """
         count = min(len(ids), self.page_size)
-        return self._run_alone(np.array(ids[:count], np.int64), np.arange(count)).cpu()
+        return self._run_alone(np.array(ids[:count], np.int64), np.arange(count)).to("cpu", copy=True)
 
     def release(self) -> None:
         """Let go of the pages' memory, here and on the host. The runner is not used after that."""
         unbind(self.model)
+        self.native = None
         self.cache.release()
         self._host.release()
 
@@ -150,10 +163,15 @@ class Runner:
         batch = PackedBatch(ids, np.arange(count), none, none, wanted, none, none, none, [rows] * len(self.groups))
         return self.forward(batch, ())
 
-    def _bind(self, layers: Sequence[tuple[torch.nn.Module, LayerSpec]]) -> None:
-        group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+    @property
+    def forward_kind(self) -> str:
+        """Who computes a step: ``native`` or ``transformers``."""
+        return "transformers" if self.native is None else "native"
+
+    def _bind(self, layers: Sequence[tuple[torch.nn.Module, LayerSpec]], groups: Sequence[int]) -> None:
+        """Layer i uses the page tables of ``groups[i]``."""
         for index, (module, spec) in enumerate(layers):
-            paged = PagedLayer(spec, self.backends[group_of[index]], self.cache.layer(index))
+            paged = PagedLayer(spec, self.backends[groups[index]], self.cache.layer(index))
             module.paged_attention = paged  # type: ignore[assignment]
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from workers.engine.native.logits import LogitsKernel, logits_kernel
+
 if TYPE_CHECKING:
     from workers.engine.sampling_rows import Cells, SamplingRows
     from workers.engine.sequence import TopIds
@@ -31,8 +33,23 @@ class Sampled:
     tops: list[TopIds] | None
 
 
+def prepare(device: torch.device | str) -> None:
+    """Have the kernel built and loaded where it is going to be used: else the first step would wait for it."""
+    if torch.device(device).type == "cpu":
+        logits_kernel()
+
+
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     """Choose the next token of each row of ``logits`` [R, V] float32."""
+    if LogitsKernel.takes(logits) and (kernel := logits_kernel()) is not None:
+        found = kernel.choose(logits, rows)
+        tokens, logprobs, allowed = (torch.from_numpy(a) for a in (found.tokens, found.logprobs, found.allowed))
+        return Sampled(tokens, logprobs, allowed, found.tops)
+    return sample_in_torch(logits, rows)
+
+
+def sample_in_torch(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """As :func:`sample`, on any device."""
     normalisers = torch.logsumexp(logits, dim=-1)  # [R]
     finite = normalisers.isfinite()
     tokens = logits.argmax(dim=-1)  # [R]
@@ -46,6 +63,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, list[TopIds] | None]:
     """Logprobs [P] of given ``tokens`` under ``logits`` [P, V], and the ``top`` most likely ones; NaN as above."""
+    if LogitsKernel.takes(logits) and (kernel := logits_kernel()) is not None:
+        found = kernel.score(logits, tokens, top)
+        return torch.from_numpy(found.logprobs), found.tops
+    return score_in_torch(logits, tokens, top)
+
+
+def score_in_torch(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, list[TopIds] | None]:
+    """As :func:`score`, on any device."""
     normalisers = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - normalisers
     logprobs = torch.where(normalisers.isfinite(), logprobs, torch.nan)
@@ -107,9 +132,10 @@ def _processed(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def _cells(cells: Cells, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    device = logits.device
-    at = torch.tensor(cells.rows, device=device), torch.tensor(cells.tokens, device=device)
-    return at, torch.tensor(cells.values, device=device, dtype=logits.dtype)
+    rows = np.repeat(np.arange(logits.shape[0]), cells.counts(logits.shape[0]))
+    arrays = rows, np.concatenate(cells.tokens), np.concatenate(cells.values)
+    at, tokens, values = (torch.from_numpy(array).to(logits.device) for array in arrays)
+    return (at, tokens), values.to(logits.dtype)
 
 
 def _draw_from_all(
@@ -176,7 +202,8 @@ def _draw_among(
 def _first_over(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """By row the first index whose cumulated value exceeds the target, [D, 1].
 
-    Rounding can carry the target to the very end: then the last index that adds anything is meant.
+    Rounding can carry the target to the very end: then the last index that adds anything is meant. Where nothing is
+    left to choose, the values are no numbers; any index does.
     """
-    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous())
+    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous()).clamp_(max=cumulated.shape[1] - 1)
     return torch.minimum(torch.searchsorted(cumulated, target.contiguous(), right=True), last)

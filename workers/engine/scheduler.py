@@ -221,7 +221,8 @@ class Scheduler:
             scores = max(0, min(first + count + 1, sequence.prompt_len) - max(sequence.scored, first + 1))
         if count == 0:
             return None
-        samples = first + count == sequence.length and sequence.generated + sequence.in_flight < sequence.limit
+        length = sequence.length
+        samples = first + count == length and length - sequence.prompt_len < sequence.limit
         again = max(0, min(sequence.reached - first, count))
         return Scheduled(sequence, first, count, sequence.slot, samples, scores, again)
 
@@ -232,7 +233,7 @@ class Scheduler:
         sequence.in_flight += part.samples
         sequence.scored += part.scores
         self.keeper.register_full_pages(sequence)
-        if sequence.computed >= sequence.prompt_len:
+        if sequence.followers and sequence.computed >= sequence.prompt_len:
             self._release_followers(sequence)
 
     def _release_followers(self, leader: Sequence) -> None:
@@ -243,8 +244,10 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> None:
-        spare = self.pool.free - sum(self._expected_pages(s) for s in self.running)
+        spare: int | None = None  # pages that nobody is expected to need
         while (sequence := self._next()) is not None:
+            if spare is None:
+                spare = self.pool.free - sum(self._expected_pages(s) for s in self.running)
             prefix = self.keeper.known_prefix(sequence)
             held = sum(self.pool.is_held(page) for pages in prefix.pages for page in pages if page)
             need = self._expected_pages(sequence) - held
@@ -301,6 +304,8 @@ class Scheduler:
         """
         self.keeper.release_behind_windows(sequence)
         needs = self.keeper.lacking(sequence, tokens)
+        if not any(needs):
+            return True
         while sum(needs) > self.pool.free:
             youngest = (self.standing or self.running)[-1]
             assert self.standing or len(self.running) > 1, "one sequence alone always fits"

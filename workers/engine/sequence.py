@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from batchjobs.types import FinishReason, Progress, PromptScores, RequestError, VersionSpan
 from workers.engine.requests import EngineOutput
+from workers.engine.sampling_rows import stream
 
 if TYPE_CHECKING:
     from batchjobs.types import TopLogprobs
@@ -48,9 +49,11 @@ class Sequence:
         "followers",
         "grammar",
         "in_flight",
+        "is_processed",
         "is_stale",
         "is_suspended",
         "is_unbegun",
+        "keeps_uses",
         "limit",
         "logprobs",
         "maker",
@@ -59,6 +62,7 @@ class Sequence:
         "pages",
         "prompt_len",
         "prompt_logprobs",
+        "prompt_tokens",
         "prompt_tops",
         "reached",
         "registered",
@@ -72,6 +76,7 @@ class Sequence:
         "started_at",
         "stop_ids",
         "stop_matcher",
+        "stream",
         "times",
         "tokens",
         "top_logprobs",
@@ -101,7 +106,15 @@ class Sequence:
         self.grammar = grammar
         self.followers: list[Sequence] = []  # the other choices, until the prompt is computed for all of them
         self.in_flight = 0
+
+        sampling = request.sampling
+        penalises = sampling.presence_penalty or sampling.frequency_penalty
+        self.stream = stream(seed, choice)  # of its random numbers
+        self.keeps_uses = bool(penalises) or sampling.repetition_penalty != 1.0
         self.uses: Counter[int] = Counter()  # generated tokens by id, kept where penalties ask for it
+        self.prompt_tokens = frozenset(self.tokens if sampling.repetition_penalty != 1.0 else ())
+        # Whether its logits are changed before a token is chosen; a grammar changes them too.
+        self.is_processed = self.keeps_uses or bool(sampling.logit_bias) or sampling.min_tokens > 0
 
         self.maker = VersionSpan(
             version=version, worker=request.made_by[0], attempt=request.made_by[1]
@@ -146,7 +159,7 @@ class Sequence:
     def pending(self) -> int:
         """Tokens to compute next. The last token of an answer is never fed back, so it is never computed."""
         most = self.prompt_len - 1 + (self.limit if self.ending is None else 0)
-        return max(0, min(self.length, most) - self.computed)
+        return max(0, min(len(self.tokens) + self.in_flight, most) - self.computed)
 
     @property
     def is_finished(self) -> bool:
@@ -201,12 +214,11 @@ class Sequence:
         self.times.append(seconds)
         if top is not None:
             self.top_logprobs.append(top)
-        sampling = self.request.sampling
-        if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+        if self.keeps_uses:
             self.uses[token] += 1
         if self._stops_at(token):
             self.finish_reason = FinishReason.STOP
-        elif not self.is_finished and self.generated >= self.limit:
+        elif self.finish_reason is None and len(self.tokens) - self.prompt_len >= self.limit:
             self.finish_reason = FinishReason.LENGTH
 
     def _note_maker(self) -> None:
@@ -216,7 +228,7 @@ class Sequence:
             self.spans.append(replace(self.maker, from_token=self.generated))
 
     def _stops_at(self, token: int) -> bool:
-        if self.generated >= self.request.sampling.min_tokens and token in self.stop_ids:
+        if token in self.stop_ids and self.generated >= self.request.sampling.min_tokens:
             return True
         if self.grammar is not None:
             if not self.grammar.accept(token):

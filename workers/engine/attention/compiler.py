@@ -2,7 +2,8 @@
 
 Kept true here:
 - A library appears in the cache folder whole or not at all, however many processes build it at the same time.
-- Its name says what it was built from and for: source, flags, compiler and processor. A changed one is another file.
+- Its name says what it was built from and for: source with the headers beside it, flags, compiler and processor. A
+  changed one is another file.
 - Nobody but this user could have put it there.
 - Whatever goes wrong ends in `KernelError` with a sentence for people, never in a crash of the worker.
 """
@@ -15,6 +16,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -36,6 +38,7 @@ FLAGS = (
     *("-fopenmp", "-shared", "-fPIC", "-w"),
 )
 _BUILD_SECONDS = 300
+_INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class KernelError(Exception):
@@ -140,10 +143,22 @@ def _first_error(output: str) -> str:
 def _key(source: Path, compiler: str) -> str:
     """Names everything that the built code depends on."""
     try:
-        parts = [source.read_text(), " ".join(FLAGS), compiler, _run([compiler, "--version"]).stdout, _processor()]
+        parts = [*_texts(source), " ".join(FLAGS), compiler, _run([compiler, "--version"]).stdout, _processor()]
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelError(f"{compiler} cannot be run: {error}") from None
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _texts(source: Path) -> list[str]:
+    """The text of a source and of every header that it includes in quotes, each once."""
+    texts: dict[Path, str] = {}
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path not in texts:
+            texts[path] = path.read_text()
+            waiting += [(path.parent / name).resolve() for name in _INCLUDED.findall(texts[path])]
+    return list(texts.values())
 
 
 def _processor() -> str:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _LANES = 16  # positions side by side in the keys, and the multiple that a value's length is rounded up to
 _MOST = 1 << 13  # heads, and dimensions of one: keeps every product of two in the kernel's 32-bit integers
-_NO_WINDOW = 2**31 - 1
+NO_WINDOW = 2**31 - 1
 _FUNCTIONS = {torch.float32: "batchjobs_attend_float32", torch.bfloat16: "batchjobs_attend_bfloat16"}
 
 
-class _Call(ctypes.Structure):
-    """Mirrors `Call` in paged_attention.cpp, field by field."""
+class Call(ctypes.Structure):
+    """Mirrors `Call` in paged_attention.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "keys", "values", "sinks")),
@@ -52,13 +52,13 @@ class CpuPagedAttention:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind the functions of a loaded kernel; ValueError if it was built from a source with another `Call`."""
         library.batchjobs_call_size.restype = ctypes.c_int64
-        if library.batchjobs_call_size() != ctypes.sizeof(_Call):
+        if library.batchjobs_call_size() != ctypes.sizeof(Call):
             raise ValueError("the attention kernel and its Python side disagree about the layout of a call")
         self._functions = {dtype: getattr(library, name) for dtype, name in _FUNCTIONS.items()}
         for function in self._functions.values():
-            function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
+            function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int
         self._rows: PackedRows | None = None
-        self._shared = _Call()
+        self._shared = Call()
         self._alive: tuple[object, ...] = ()  # the arrays that `_shared` points into
         self._last_page = 0
 
@@ -94,6 +94,14 @@ class CpuPagedAttention:
         self._rows, self._alive = rows, (starts, cached, tables, order, slots)
         self._last_page = int(tables.max(initial=0))
 
+    def step(self, pages: int) -> Call:
+        """The step as the kernel sees it, for layers with so many pages; what belongs to a layer is not filled in."""
+        if self._rows is None:
+            raise RuntimeError("attend before begin: no packed step is known")
+        if self._last_page >= pages:
+            raise ValueError(f"page {self._last_page} is past the cache's {pages} pages")
+        return self._shared
+
     def attend(
         self,
         spec: LayerSpec,
@@ -118,7 +126,7 @@ class CpuPagedAttention:
         _, call.value_head, call.value_row, _ = value.stride()
         call.heads, call.kv_heads = spec.num_heads, spec.num_kv_heads
         call.head_dim, call.value_dim, call.value_width = spec.head_dim, spec.value_dim, cache.values.shape[-1]
-        call.window = _NO_WINDOW if spec.sliding_window is None else min(spec.sliding_window, _NO_WINDOW)
+        call.window = NO_WINDOW if spec.sliding_window is None else min(spec.sliding_window, NO_WINDOW)
         call.scaling, call.softcap = spec.scaling, spec.softcap or 0.0
         call.threads = torch.get_num_threads()
         if self._functions[dtype](ctypes.byref(call)):

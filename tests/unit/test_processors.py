@@ -1,0 +1,66 @@
+"""A container's share of the processors decides how many threads a forward pass gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workers.engine import processors
+from workers.engine.processors import processor_quota, threads_for
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(processors, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processors, "OWN_CGROUP", tmp_path / "own")
+    return tmp_path
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_the_tightest_group_counts(cgroups: Path) -> None:
+    write(cgroups / "own", "0::/pods/one\n")
+    write(cgroups / "pods" / "one" / "cpu.max", "max 100000\n")
+    assert processor_quota() is None
+    write(cgroups / "pods" / "cpu.max", "250000 100000\n")
+    assert processor_quota() == 2.5
+    write(cgroups / "pods" / "one" / "cpu.max", "150000 100000\n")
+    assert processor_quota() == 1.5
+    write(cgroups / "cpu.max", "50000 100000\n")
+    assert processor_quota() == 0.5
+
+
+def test_the_path_of_the_host_may_not_exist_inside(cgroups: Path) -> None:
+    write(cgroups / "own", "0::/kubepods/burstable/pod7\n")
+    write(cgroups / "cpu.max", "400000 100000\n")
+    assert processor_quota() == 4
+
+
+@pytest.mark.parametrize("folder", ["cpu", "cpu,cpuacct"])
+def test_cgroups_of_the_first_version(cgroups: Path, folder: str) -> None:
+    write(cgroups / "own", "5:memory:/x\n4:cpu,cpuacct:/job\n0::/\n")
+    write(cgroups / folder / "job" / "cpu.cfs_period_us", "100000\n")
+    write(cgroups / folder / "job" / "cpu.cfs_quota_us", "-1\n")
+    assert processor_quota() is None
+    write(cgroups / folder / "job" / "cpu.cfs_quota_us", "300000\n")
+    assert processor_quota() == 3
+
+
+def test_without_groups_there_is_no_limit(cgroups: Path) -> None:
+    assert processor_quota() is None
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("20000", 1), ("240000", 2), ("260000", 3), ("9900000", 8)])
+def test_threads_follow_the_quota(cgroups: Path, quota: str, threads: int) -> None:
+    write(cgroups / "own", "0::/\n")
+    write(cgroups / "cpu.max", f"{quota} 100000\n")
+    assert threads_for(8, {}) == threads
+    assert threads_for(8, {"OMP_NUM_THREADS": "8"}) == 8, "the user's choice stays"
+
+
+def test_without_a_quota_torch_chooses(cgroups: Path) -> None:
+    assert threads_for(8, {}) == 8
