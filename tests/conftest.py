@@ -6,6 +6,8 @@ import os
 
 # Tests run side by side, and on tiny models a second thread costs more than it brings. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests start hundreds of processes, each of which would compile the project's modules anew for want of their bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from tests.support.cases import pytest_addoption, pytest_collection_modifyitems, pytest_terminal_summary
 from tests.support.llama import llama

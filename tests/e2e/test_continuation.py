@@ -71,7 +71,7 @@ def checkpoints(store: Store, batch: str) -> dict[tuple[int, int], dict[str, lis
 def test_the_same_tokens_as_undisturbed(machine: Machine, home: Path) -> None:
     path = prompts(home)
     undisturbed = machine.call("submit", path).strip()
-    machine.call("worker", "--burst", "--name", "calm")
+    machine.work("calm")
     disturbed = machine.call("submit", path).strip()
     doomed = machine.start("worker", "--name", "doomed")
     with closing(machine.store()) as store:
@@ -84,7 +84,7 @@ def test_the_same_tokens_as_undisturbed(machine: Machine, home: Path) -> None:
         doomed.kill()
         doomed.wait()
         kept = checkpoints(store, disturbed)
-        machine.call("worker", "--burst", "--name", "heir")
+        machine.work("heir")
         expected = {r.request.index: r for r in store.results(undisturbed)}
         assert kept
         for result in store.results(disturbed):

@@ -74,6 +74,7 @@ def check_rows(found: list[dict[str, Any]], count: int) -> None:
         assert all(logprob <= 0 for logprob in row["logprobs"])
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)  # SQLite and processes: the next one
 def test_two_workers_share_a_batch_of_another_process(servers: Machine, home: Path) -> None:
     share_a_batch(servers, home)
 
@@ -109,7 +110,7 @@ def test_a_killed_worker_loses_nothing(embedded: Machine, home: Path) -> None:
         doomed.wait()
         before = store.batch(batch).counts.completed
         assert before < count
-    embedded.start("worker", "--name", "heir", "--burst")
+    embedded.work("heir")
     embedded.call("wait", batch, "--timeout", str(PATIENCE))
     found = rows(embedded, batch)
     check_rows(found, count)
@@ -156,9 +157,10 @@ def test_seeded_answers_are_the_same_however_they_were_made(embedded: Machine, h
     made = [{"prompt": f"tale {n}", "seed": n, "temperature": 0.9, "max_tokens": 20} for n in range(12)]
     path = write(home, made)
     texts = []
-    for flags in (["--max-requests-per-batch", "1"], ["--max-requests-per-batch", "12", "--redo"]):
-        out = embedded.call("run", path, *flags)
-        texts.append([json.loads(line)["token_ids"] for line in out.splitlines()])
+    for at_once in (1, 12):
+        batch = embedded.call("submit", path).strip()
+        embedded.work(f"with-{at_once}", max_requests_per_batch=at_once)
+        texts.append([row["token_ids"] for row in rows(embedded, batch)])
     assert texts[0] == texts[1]
 
 
@@ -166,7 +168,7 @@ def test_a_worker_answers_no_batch_that_asks_for_another_model(embedded: Machine
     path = write(home, lines(6, max_tokens=4))
     foreign = embedded.call("submit", path, "--model", "Org/BigModel", "--shard-size", "2").strip()
     own = embedded.call("submit", path, "--shard-size", "2").strip()
-    embedded.call("worker", "--burst")
+    embedded.work("own")
     check_rows(rows(embedded, own), 6)
     counts = embedded.counts(foreign)
     assert (counts["queued"], counts["completed"]) == (6, 0)
@@ -187,8 +189,10 @@ def test_a_prompt_that_cannot_run_fails_alone(embedded: Machine, home: Path) -> 
     path = write(
         home, [{"prompt": "x" * 600, "max_tokens": 4}, {"prompt": "good", "max_tokens": 4, "ignore_eos": True}]
     )
-    embedded.complaint("run", path, "-o", str(home / "out.jsonl"), code=5)
-    long, good = (json.loads(line) for line in (home / "out.jsonl").read_text().splitlines())
+    batch = embedded.call("submit", path).strip()
+    embedded.work("one")
+    embedded.call("wait", batch, code=5)
+    long, good = rows(embedded, batch)
     assert (long["status"], long["error"]["code"]) == ("failed", "context_length_exceeded")
     assert "512" in long["error"]["message"]
     assert (good["status"], good["completion_tokens"]) == ("completed", 4)

@@ -1,4 +1,8 @@
-"""An installation with a home of its own, on which tests run real commands in real processes."""
+"""An installation with a home of its own, on which tests run real commands.
+
+What is killed, signalled or has to live beside the test is a process of its own (``start``). Other commands run in this
+process, where everything is loaded: a process takes a second to begin, one with an engine ten.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from click.testing import CliRunner
 
+from batchjobs import load_settings
+from batchjobs.cli import main
 from batchjobs.redis_client import connect
 from batchjobs.store import Store
 
@@ -47,17 +56,26 @@ class Machine:
         return process
 
     def call(self, *arguments: str, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "batchjobs", *arguments], env=self.environment, capture_output=True, text=True
-        )
-        assert done.returncode == code, done.stdout + done.stderr
+        """What a command prints, run in this process."""
+        done = CliRunner().invoke(main, arguments, env=self.environment)
+        assert done.exit_code == code, done.output
         return done.stdout
 
+    def work(self, name: str, **settings: Any) -> None:
+        """What `batchjobs worker --burst` does, in this process; ``settings`` in the place of its own."""
+        from batchjobs.cli.worker import engine_config  # here, because most tests need no engine
+        from workers.daemon import run_worker
+        from workers.engine import Engine, EngineLoop
+
+        with mock.patch.dict(os.environ, self.environment):
+            chosen = load_settings(**settings)
+        loop = EngineLoop(Engine(str(chosen.model), engine_config(chosen)))
+        assert run_worker(chosen, loop, burst=True, name=name) == 0
+
     def complaint(self, *arguments: str, code: int) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "batchjobs", *arguments], env=self.environment, capture_output=True, text=True
-        )
-        assert done.returncode == code, done.stdout + done.stderr
+        """What a command says on stderr, run in this process."""
+        done = CliRunner().invoke(main, arguments, env=self.environment)
+        assert done.exit_code == code, done.output
         assert "Traceback" not in done.stderr
         return done.stderr
 

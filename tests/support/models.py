@@ -201,13 +201,21 @@ def solo_greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) 
     return out[0, len(prompt) :].tolist()
 
 
-@torch.inference_mode()
 def recomputed_logprobs(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
     """Logprobs of the answer's tokens by one full forward over prompt and answer."""
+    return greedy_choices(model, prompt, answer)[1]
+
+
+@torch.inference_mode()
+def greedy_choices(
+    model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """The best token behind the prompt and each beginning of the answer, and logprobs of the answer's own tokens, by
+    one full forward over prompt and answer."""
     ids = torch.tensor([[*prompt, *answer]])
     logits = model(input_ids=ids, use_cache=False).logits[0].float()
     logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
-    return logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+    return logprobs.argmax(1).tolist(), logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
 
 
 CHAT_TEMPLATE = (
