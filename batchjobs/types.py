@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from batchjobs.errors import InvalidParameter
@@ -207,6 +208,15 @@ class SamplingParams:
             known["logit_bias"] = {int(k): float(v) for k, v in known["logit_bias"].items()}
         return cls(**known)
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with another seed; of all the values only this one is checked, so that it costs little."""
+        _check("seed", -(2**63) <= seed < 2**63, "a 64-bit integer", seed)
+        copy = object.__new__(SamplingParams)
+        for set_value, value in zip(_SETTERS, _VALUES(self), strict=True):
+            set_value(copy, value)
+        object.__setattr__(copy, "seed", seed)
+        return copy
+
 
 def _check(name: str, valid: bool, wanted: str, value: object) -> None:
     if not valid:
@@ -215,6 +225,8 @@ def _check(name: str, valid: bool, wanted: str, value: object) -> None:
 
 _DEFAULTS = SamplingParams()
 _SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+_SETTERS = [getattr(SamplingParams, name).__set__ for name in _SAMPLING_FIELDS]
+_VALUES = attrgetter(*_SAMPLING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

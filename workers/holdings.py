@@ -304,4 +304,4 @@ class Holdings:
 
     def _find(self, lease: Lease) -> Held | None:
         held = self._held.get(lease.shard)
-        return held if held is not None and held.lease == lease else None
+        return held if held is not None and (held.lease is lease or held.lease == lease) else None

@@ -1,8 +1,9 @@
 """Claims shards ahead of the engine's need, and has them read, in a thread of its own.
 
-As much is held in waiting as fills half of the engine again, so that it never starves; not more, so that other workers
-get their share. While some of them are idle, one that has enough takes no more than an equal part of the queue, and
-where the queue is empty, it gives back what its engine has not begun.
+As much is held in waiting as fills half of the engine again, so that it never starves, or, where answers are so short
+that this is done in no time, as much as a moment's work; not more, so that other workers get their share. While some
+of them are idle, one that has enough takes no more than an equal part of the queue, and where the queue is empty, it
+gives back what its engine has not begun.
 
 A shard that took its workers down before runs alone: nothing more is claimed until the engine is empty, then it is
 taken, and nothing beside it. So whatever it does it does to no other, and a crash can be nobody else's fault.
@@ -23,6 +24,7 @@ from batchjobs.errors import BatchjobsError, ConnectionFailed
 from batchjobs.failpoints import reach
 from workers.held import ids
 from workers.outage import Outage
+from workers.pace import Pace
 from workers.reader import Reader
 from workers.recorder import MAX_BACKLOG
 from workers.rq_states import Ending
@@ -47,6 +49,9 @@ log = logging.getLogger("batchjobs.worker")
 POLL_SECONDS = 0.5
 MIN_AHEAD = 16
 SHARE_SECONDS = 1.0
+AHEAD_SECONDS = 0.25
+"""So much work is claimed ahead, at the pace of the last moments. A claim takes some milliseconds."""
+
 MAX_PROBE = 128
 """Shards taken at once while SQL refuses all of them, as after the cancellation of a large batch."""
 
@@ -89,7 +94,7 @@ class Intake(threading.Thread):
         self._loop = loop
         self._holdings = holdings
         self._recorder = recorder
-        self._reader = Reader(store, loop, holdings, recorder, outcomes, self.make_room, observers)
+        self._reader = Reader(store, loop, holdings, recorder, outcomes, self.count_ended, observers)
         self._serving = serving
         self._gate = gate
         self._returns = returns
@@ -99,6 +104,9 @@ class Intake(threading.Thread):
         self._max_requests = max_requests
         self._is_queue_broken = is_queue_broken
         self._ahead = max(MIN_AHEAD, math.ceil(max_requests / 2))
+        self._pace = Pace(lambda: holdings.finished)
+        self._spare = 0
+        """Choices that may still end before anything can be missing."""
         self._unread: deque[Lease] = deque()
         self._probe = 1
         self._is_closed = False
@@ -122,6 +130,12 @@ class Intake(threading.Thread):
     def make_room(self) -> None:
         """Something has ended here: perhaps more is wanted."""
         self._woken.set()
+
+    def count_ended(self, choices: int) -> None:
+        """So many choices have ended. Quick: the engine's thread calls it after each request."""
+        self._spare -= choices
+        if self._spare <= 0 and not self._woken.is_set():
+            self._woken.set()
 
     def close(self) -> None:
         """Claims nothing more from now on. What is held is read still."""
@@ -167,12 +181,19 @@ class Intake(threading.Thread):
 
     def _shortage(self) -> int:
         """How many shards are missing until enough choices wait."""
+        self._spare = 0
         if self._is_closed or self._is_held_up() or (self.is_clearing and len(self._holdings)):
             return 0
         if self.is_clearing:
             self.is_clearing = False
             return 1
-        return max(0, math.ceil((self._ahead - self._waiting()) / self._choices_a_shard))
+        waiting, running = self._waiting()
+        wanted = max(self._ahead, min(math.ceil(AHEAD_SECONDS * self._pace.per_second()), MAX_BACKLOG // 2))
+        least = max(self._ahead, wanted // 2)  # several shards at once, where they are done that fast
+        if waiting >= least:
+            self._spare = 1 + waiting - least - max(0, self._max_requests - running)  # it may begin these at once
+            return 0
+        return math.ceil((wanted - waiting) / self._choices_a_shard)
 
     def _is_held_up(self) -> bool:
         """Whether so many outcomes wait for the database that nothing more may be begun."""
@@ -184,14 +205,14 @@ class Intake(threading.Thread):
         self._is_full = is_full
         return is_full
 
-    def _waiting(self) -> int:
-        """Choices that the engine has not begun. Its own figure leaves out what was added since its last step; ours
-        counts the choices that have ended of requests that go on."""
+    def _waiting(self) -> tuple[int, int]:
+        """Choices that the engine has not begun, and those that run. Its own figure leaves out what was added since its
+        last step; ours counts the choices that have ended of requests that go on."""
         stats = self._loop.stats()
         waiting = self._holdings.unfinished - stats.running
         if stats.steps > self._added_at_step + 1:
             waiting = min(waiting, stats.waiting + self._holdings.unread)
-        return waiting
+        return waiting, stats.running
 
     # Claiming
 

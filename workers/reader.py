@@ -6,7 +6,6 @@ gets one of its own, the same on every worker, so that what goes on elsewhere is
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import replace
 from functools import partial
@@ -19,12 +18,13 @@ from batchjobs.types import Endpoint, RequestError
 from workers.engine.outbox import EngineStopped
 from workers.engine.requests import EngineRequest, PromptError
 from workers.held import ids, request_id
+from workers.samplings import Samplings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from batchjobs.store import Store
-    from batchjobs.types import Completion, Lease, Progress, Request, SamplingParams, ShardId
+    from batchjobs.types import Completion, Lease, Progress, Request, ShardId
     from workers.engine.engine import Engine
     from workers.engine.loop import EngineLoop
     from workers.engine.requests import EngineOutput
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from workers.recorder import Recorder
 
 log = logging.getLogger("batchjobs.worker")
-
-_SEED_BYTES = 6
 
 
 class Observer(Protocol):
@@ -48,7 +46,8 @@ class Observer(Protocol):
 
 
 class Reader:
-    """For one thread, but for what the engine's thread calls. ``on_finish`` is called by it, after each request."""
+    """For one thread, but for what the engine's thread calls. ``on_finish`` is called by it, after each request, with
+    the number of its choices."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Reader:
         holdings: Holdings,
         recorder: Recorder,
         outcomes: Outcomes,
-        on_finish: Callable[[], None],
+        on_finish: Callable[[int], None],
         observers: Observer | None = None,
     ) -> None:
         self._store = store
@@ -67,6 +66,7 @@ class Reader:
         self._outcomes = outcomes
         self._on_finish = on_finish
         self._observers = observers
+        self._samplings = Samplings()
 
     def read(self, lease: Lease, is_stopping: Callable[[], bool]) -> int:
         """Hands the unfinished requests of a shard to the engine, one by one; stops in the middle when told to, and
@@ -88,19 +88,19 @@ class Reader:
         described = _described(len(requests), begun)
         log.info("claimed shard %s (%s, attempt %d)", lease.shard, described, lease.attempt, extra=ids(lease.shard))
         for request in requests:
-            if is_stopping() or not self._holdings.has(lease):
-                break
-            if not self._submit(lease, request, begun.get(request.index, ())):
+            if is_stopping() or not self._submit(lease, request, begun.get(request.index, ())):
                 break
         return sum(choices.values())
 
     def _submit(self, lease: Lease, request: Request, begun: tuple[Progress, ...]) -> bool:
-        """False when the engine takes nothing more."""
+        """False when nothing more of the shard is wanted, or the engine takes nothing more."""
         if not self._holdings.wants(lease, request.index):
+            if not self._holdings.has(lease):
+                return False
             self._record(lease, self._outcomes.cancelled(lease, request.index))
             return True
-        sampling = seeded(request.sampling, lease.shard.batch_id, request.index)
         try:
+            sampling = self._samplings.of(request, lease.shard.batch_id)
             prompt_ids = encode(self._loop.engine, request)
             self._loop.engine.compile_format(sampling.response_format)
         except (PromptError, InvalidParameter) as error:
@@ -118,8 +118,10 @@ class Reader:
     def _add(self, lease: Lease, request: Request, engine_request: EngineRequest) -> bool:
         try:
             with self._holdings.adding(lease, request.index) as suspended:
+                if suspended:
+                    engine_request = replace(engine_request, suspended=True)
                 if suspended is not None:  # else it was given back in this moment
-                    self._loop.add(replace(engine_request, suspended=suspended), partial(self._take, lease, request))
+                    self._loop.add(engine_request, partial(self._take, lease, request))
         except EngineStopped:  # the main thread has seen it too, and gives everything back
             return False
         return True
@@ -135,7 +137,7 @@ class Reader:
             choices = self._outcomes.failed(lease, request.index, problem)
         if self._record(lease, choices) and self._observers is not None:
             self._observers.finished(output.choices)
-        self._on_finish()
+        self._on_finish(len(output.choices))
 
     def _fail(self, lease: Lease, index: int, code: str, message: str) -> None:
         self._record(lease, self._outcomes.failed(lease, index, RequestError(code=code, message=message)))
@@ -157,14 +159,6 @@ def encode(engine: Engine, request: Request) -> tuple[int, ...]:
     if request.endpoint == Endpoint.CHAT:
         return engine.encode_chat(request.body["messages"], request.body.get("chat_template_kwargs") or {})
     return engine.encode_prompt(request.body["prompt"])
-
-
-def seeded(sampling: SamplingParams, batch_id: str, index: int) -> SamplingParams:
-    """With a seed in any case: where none was asked for, one that belongs to this very request."""
-    if sampling.seed is not None:
-        return sampling
-    digest = hashlib.blake2b(f"{batch_id}/{index}".encode(), digest_size=_SEED_BYTES).digest()
-    return replace(sampling, seed=int.from_bytes(digest))
 
 
 def _place(lease: Lease, request: Request) -> tuple[int, ShardId]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("batchjobs.worker")
 
-MAX_ROWS = 256
+MAX_ROWS = 512
 MAX_DELAY_SECONDS = 0.2
 MAX_BACKLOG = 2048
 """More rows than this waiting, and the worker claims nothing more."""
@@ -114,14 +114,19 @@ class Recorder(threading.Thread):
         deadline = time.monotonic() + _IDLE_SECONDS
         while rows < MAX_ROWS:
             try:
-                left = deadline - time.monotonic()
-                records.append(self._queue.get(timeout=left) if left > 0 else self._queue.get_nowait())
+                records.append(self._next(deadline))
             except queue.Empty:
                 break
             rows += len(records[-1][1])
             if len(records) == 1 and self._more_is_coming():
                 deadline = time.monotonic() + MAX_DELAY_SECONDS
         return records
+
+    def _next(self, deadline: float) -> Record:
+        try:
+            return self._queue.get_nowait()  # most of the time there is one
+        except queue.Empty:
+            return self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
 
     def _more_is_coming(self) -> bool:
         return not self._stopping.is_set() and self._holdings.unfinished > 0

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Delete, Dialect, Table
+    from sqlalchemy import Delete, Dialect, Select, Table
     from sqlalchemy.engine import Connection
 
 
@@ -88,8 +88,19 @@ def run_each(connection: Connection, statement: Delete, parameters: Sequence[dic
             cursor.executemany(sql, given)
 
 
+def fetch_all(connection: Connection, statement: Select[Any], parameters: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The rows of a statement as the driver has them, likewise: parameters and columns are texts and numbers alone."""
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    sql, names = _compiled(statement, connection.dialect)
+    with closing(driver.cursor()) as cursor:
+        cursor.execute(sql, tuple(parameters[name] for name in names) if names else parameters)
+        found: list[tuple[Any, ...]] = cursor.fetchall()
+        return found
+
+
 @lru_cache
-def _compiled(statement: Delete, dialect: Dialect) -> tuple[str, Sequence[str]]:
+def _compiled(statement: Delete | Select[Any], dialect: Dialect) -> tuple[str, Sequence[str]]:
     """Its text, and the names of its parameters where they have places instead."""
     compiled = statement.compile(dialect=dialect)
     return str(compiled), compiled.positiontup or ()

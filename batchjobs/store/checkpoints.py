@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from batchjobs.clock import database_instant
-from batchjobs.store.bulk import insert_rows
+from batchjobs.store.bulk import fetch_all, insert_rows
 from batchjobs.store.conditions import in_range
 from batchjobs.store.leases import limits_of
 from batchjobs.store.locks import locked_shards
@@ -64,8 +64,8 @@ class CheckpointPart(Part):
     def checkpoints(self, lease: Lease, model_version: str) -> dict[int, tuple[Progress, ...]]:
         """What the requests of the shard can go on from with this model, by index, choices in order."""
         with self._database.reading() as connection:
-            inside = limits_of(connection, lease.shard)
-            if inside is None:
+            inside, _ = limits_of(connection, lease.shard)
+            if not inside or fetch_all(connection, _COUNT, inside) == [(0,)]:  # as with most shards
                 return {}
             rows = connection.execute(_STORED, {**inside, "version": model_version})
             found: defaultdict[int, list[Progress]] = defaultdict(list)
@@ -115,4 +115,5 @@ _DELETE = sa.delete(checkpoints).where(
 _OF_ANY_MODEL = (
     sa.select(*CHECKPOINT_COLUMNS).where(in_range(checkpoints)).order_by(checkpoints.c.index, checkpoints.c.choice)
 )
+_COUNT = sa.select(sa.func.count()).select_from(checkpoints).where(in_range(checkpoints))
 _STORED = _OF_ANY_MODEL.where(checkpoints.c.model_version == sa.bindparam("version"))

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from batchjobs.clock import database_instant, database_seconds
-from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, free_at, in_range
+from batchjobs.store.bulk import fetch_all
+from batchjobs.store.conditions import IS_NAMED, IS_UNFINISHED, OUTCOMES, free_at, in_range
 from batchjobs.store.locks import locked_shards, named
 from batchjobs.store.part import Part
-from batchjobs.store.rows import REQUEST_COLUMNS, request_of
+from batchjobs.store.rows import PENDING_COLUMNS, pending_request_of
 from batchjobs.tables import batches, completions, requests, shards
 from batchjobs.types import Lease, Priority, ShardId
 
@@ -110,12 +111,10 @@ class LeasePart(Part):
     def pending_requests(self, lease: Lease) -> list[Request]:
         """The requests of the shard that have no outcome, by index."""
         with self._database.reading() as connection:
-            inside = limits_of(connection, lease.shard)
-            if inside is None:
-                return []
-            finished = set(connection.execute(_FINISHED, inside).scalars())
-            rows = connection.execute(_REQUESTS, inside)
-            return [request_of(row) for row in rows if row.index_ not in finished]
+            inside, ended = limits_of(connection, lease.shard)
+            finished = {index for (index,) in fetch_all(connection, _FINISHED, inside)} if ended else set()
+            rows = fetch_all(connection, _REQUESTS, inside) if inside else []
+        return [pending_request_of(row) for row in rows if row[0] not in finished]
 
     def renew(self, leases: Collection[Lease], ttl_seconds: float) -> set[ShardId]:
         """Prolongs the leases, from now on. Returns the shards that are still ours; the others are lost."""
@@ -132,13 +131,16 @@ class LeasePart(Part):
                 connection.execute(_RELEASE, parameters)
 
 
-def limits_of(connection: Connection, shard: ShardId) -> dict[str, Any] | None:
-    """Parameters for in_range; None where the shard is not there any more."""
-    [parameters] = named([shard])
-    limits = connection.execute(_LIMITS, parameters).one_or_none()
-    if limits is None:
-        return None
-    return {"batch": shard.batch_id, "first": limits.first_index, "last": limits.last_index}
+def limits_of(connection: Connection, shard: ShardId) -> tuple[dict[str, Any], int]:
+    """Parameters for in_range, and how many requests have ended; no parameters where the shard is not there any more.
+
+    Only who holds the shard, or its row's lock, adds outcomes, and counts them in the same transaction.
+    """
+    found = fetch_all(connection, _LIMITS, {"batch": shard.batch_id, "number": shard.shard_no})
+    if not found:
+        return {}, 0
+    [(first, last, ended)] = found
+    return {"batch": shard.batch_id, "first": first, "last": last}, ended
 
 
 def _lease(claimed: Row[Any]) -> Lease:
@@ -242,6 +244,8 @@ _CLAIM = (
 )
 _RENEW = sa.update(shards).where(IS_NAMED).values(lease_until=database_seconds() + sa.bindparam("ttl", type_=sa.Double))
 _RELEASE = sa.update(shards).where(IS_NAMED).values(state="ready", attempts=shards.c.attempts - 1, lease_until=0)
-_LIMITS = sa.select(shards.c.first_index, shards.c.last_index).where(IS_NAMED)
+_LIMITS = sa.select(shards.c.first_index, shards.c.last_index, OUTCOMES).where(
+    shards.c.batch_id == sa.bindparam("batch"), shards.c.shard_no == sa.bindparam("number")
+)
 _FINISHED = sa.select(completions.c.index).where(in_range(completions))
-_REQUESTS = sa.select(*REQUEST_COLUMNS).where(in_range(requests)).order_by(requests.c.index)
+_REQUESTS = sa.select(*PENDING_COLUMNS).where(in_range(requests)).order_by(requests.c.index)

@@ -6,10 +6,10 @@ no conflict, and the counts of the shard are exact. All of it is one transaction
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import groupby
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sqlalchemy as sa
 
@@ -23,14 +23,17 @@ from batchjobs.store.partial import delete_ended
 from batchjobs.store.records import Recorded
 from batchjobs.store.rows import completion_row
 from batchjobs.tables import completions, instant_text, shards
-from batchjobs.types import RequestStatus
+from batchjobs.types import Completion, RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from sqlalchemy.engine import Connection, Row
 
-    from batchjobs.types import Completion, Lease, ShardId
+    from batchjobs.types import Lease, ShardId
+
+Outcome: TypeAlias = tuple[Completion, tuple[Any, ...]]
+"""A completion, and its row but for the instant when its batch was created."""
 
 
 class OutcomePart(Part):
@@ -44,15 +47,15 @@ class OutcomePart(Part):
         Raises:
             ValueError: A completion is not of its lease's shard, or its request's first choice is missing.
         """
-        given = _by_lease(records)
+        given = {lease: _prepared(lease, outcomes) for lease, outcomes in _by_lease(records).items()}
         if not given:
             return Recorded(done=[], stale=[])
         with self._database.writing() as connection:
             held = locked_shards(connection, [lease.shard for lease in given])
             stale = [lease.shard for lease in given if not may_write(lease, held.get(lease.shard))]
             new = {
-                lease.shard: _without_stored(connection, held[lease.shard], completions)
-                for lease, completions in given.items()
+                lease.shard: _without_stored(connection, held[lease.shard], outcomes)
+                for lease, outcomes in given.items()
                 if may_write(lease, held.get(lease.shard))
             }
             insert_rows(connection, completions, _rows(new, held))
@@ -75,17 +78,22 @@ def may_write(lease: Lease, row: Row[Any] | None) -> bool:
     return row is not None and row.fence == lease.fence and row.state in ("leased", "done")
 
 
-def _without_stored(connection: Connection, row: Row[Any], given: Sequence[Completion]) -> list[Completion]:
-    """Exact, because every writer of these rows needs the lock on the shard that we hold."""
-    for completion in given:
-        if not row.first_index <= completion.index <= row.last_index:
-            raise ValueError(f"request {completion.index} does not belong to shard {row.batch_id}-{row.shard_no}")
+def _prepared(lease: Lease, given: Sequence[Completion]) -> list[Outcome]:
+    """In order, each once. All that takes time is done here, before anything is locked."""
     distinct = {(completion.index, completion.choice): completion for completion in reversed(given)}
     for index, choice in distinct:
         if choice and (index, 0) not in distinct:
             raise ValueError(f"choice {choice} of request {index} came without the first one")
+    return [(distinct[key], completion_row(lease.shard.batch_id, distinct[key], "")) for key in sorted(distinct)]
+
+
+def _without_stored(connection: Connection, row: Row[Any], given: Sequence[Outcome]) -> list[Outcome]:
+    """Exact, because every writer of these rows needs the lock on the shard that we hold."""
+    for completion, _ in (given[0], given[-1]):
+        if not row.first_index <= completion.index <= row.last_index:
+            raise ValueError(f"request {completion.index} does not belong to shard {row.batch_id}-{row.shard_no}")
     stored = stored_indexes(connection, row)
-    return [distinct[key] for key in sorted(distinct) if key[0] not in stored]
+    return [each for each in given if each[0].index not in stored] if stored else list(given)
 
 
 def stored_indexes(connection: Connection, row: Row[Any]) -> set[int]:
@@ -96,17 +104,18 @@ def stored_indexes(connection: Connection, row: Row[Any]) -> set[int]:
     return set(connection.execute(_STORED, inside).scalars())
 
 
-def _rows(new: Mapping[ShardId, Sequence[Completion]], held: Mapping[ShardId, Row[Any]]) -> list[tuple[Any, ...]]:
+def _rows(new: Mapping[ShardId, Sequence[Outcome]], held: Mapping[ShardId, Row[Any]]) -> list[tuple[Any, ...]]:
+    """With what only the locked row of the shard knows."""
     rows = []
     for shard, outcomes in new.items():
-        created_at = instant_text(held[shard].created_at)
-        rows += [completion_row(shard.batch_id, outcome, created_at) for outcome in outcomes]
+        created_at = (instant_text(held[shard].created_at),)
+        rows += [row[:_CREATED_AT] + created_at + row[_CREATED_AT + 1 :] for _, row in outcomes]
     return rows
 
 
-def _count(connection: Connection, new: Mapping[ShardId, Sequence[Completion]]) -> None:
+def _count(connection: Connection, new: Mapping[ShardId, Sequence[Outcome]]) -> None:
     changes = [
-        {"the_batch": shard.batch_id, "the_shard": shard.shard_no, **_counts(outcomes)}
+        {"the_batch": shard.batch_id, "the_shard": shard.shard_no, **_counts([outcome for outcome, _ in outcomes])}
         for shard, outcomes in new.items()
         if outcomes
     ]
@@ -114,16 +123,17 @@ def _count(connection: Connection, new: Mapping[ShardId, Sequence[Completion]]) 
         connection.execute(_ADD, changes)
 
 
-def _counts(outcomes: Iterable[Completion]) -> dict[str, int]:
+def _counts(outcomes: Sequence[Completion]) -> dict[str, int]:
     """A request counts once, in the state of its worst choice; the tokens of all choices were generated."""
     first = [outcome for outcome in outcomes if outcome.choice == 0]
-    choices: defaultdict[int, list[RequestStatus]] = defaultdict(list)
-    for outcome in outcomes:
-        choices[outcome.index].append(outcome.status)
-    statuses = Counter(RequestStatus.of_choices(each).value for each in choices.values())
-    counts = {f"more_{status}": statuses[status] for status in ("completed", "failed", "cancelled", "expired")}
-    counts["more_prompt_tokens"] = sum(outcome.prompt_tokens for outcome in first)
-    counts["more_completion_tokens"] = sum(outcome.completion_tokens for outcome in outcomes)
+    if len(first) == len(outcomes):
+        statuses = Counter([outcome.status for outcome in first])
+    else:
+        choices = groupby(outcomes, key=attrgetter("index"))  # they are in order
+        statuses = Counter([RequestStatus.of_choices(each.status for each in of_one) for _, of_one in choices])
+    counts = {f"more_{status}": statuses[status] for status in RequestStatus}
+    counts["more_prompt_tokens"] = sum([outcome.prompt_tokens for outcome in first])
+    counts["more_completion_tokens"] = sum([len(outcome.token_ids) for outcome in outcomes])
     return counts
 
 
@@ -137,6 +147,7 @@ def _close_finished(connection: Connection, new: Iterable[ShardId], held: Mappin
     return [s for s in new if held[s].state == "done" or (s.batch_id, s.shard_no) in closed]
 
 
+_CREATED_AT = [column.name for column in completions.columns].index("created_at")
 _COUNTED = ("completed", "failed", "cancelled", "expired", "prompt_tokens", "completion_tokens")
 _STORED = sa.select(completions.c.index).where(in_range(completions), completions.c.choice == 0)
 _ADD = (

@@ -48,6 +48,8 @@ def readable(table: sa.Table) -> tuple[sa.ColumnElement[Any], ...]:
 
 REQUEST_COLUMNS = readable(requests)
 """What request_of reads."""
+PENDING_COLUMNS = (requests.c.index, requests.c.custom_id, requests.c.endpoint, _as_text(requests.c.body))
+"""What pending_request_of reads."""
 COMPLETION_COLUMNS = readable(completions)
 """What completion_of reads."""
 CHECKPOINT_COLUMNS = readable(checkpoints)
@@ -55,6 +57,7 @@ CHECKPOINT_COLUMNS = readable(checkpoints)
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 _NO_TOKENS = "[]"
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 
 
 def is_storable(text: str) -> bool:
@@ -210,6 +213,12 @@ def request_of(row: Any) -> Request:
     """Of a row with REQUEST_COLUMNS."""
     body = orjson.loads(row.body)
     return Request(index=row.index_, custom_id=row.custom_id, endpoint=Endpoint(row.endpoint), body=body)
+
+
+def pending_request_of(row: tuple[int, str, str, str]) -> Request:
+    """Of a bare tuple of PENDING_COLUMNS."""
+    index, custom_id, endpoint, body = row
+    return Request(index=index, custom_id=custom_id, endpoint=_ENDPOINTS[endpoint], body=orjson.loads(body))
 
 
 def completion_of(row: Any) -> Completion:

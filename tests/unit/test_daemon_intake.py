@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from workers.mode import Mode
 from workers.outcomes import Outcomes
 from workers.queue_view import QueueView
 from workers.reader import encode
+from workers.recorder import MAX_BACKLOG
 from workers.returns import Returns
 from workers.serving import Serving
 from workers.upkeep import UPDATE_SECONDS, Upkeep
@@ -222,12 +224,64 @@ def parts() -> Parts:
     return Parts()
 
 
+def finish(parts: Parts, count: int) -> None:
+    """The oldest ones get their outcomes, and the engine begins as many others."""
+    held = [(lease, index) for lease, index in parts.holdings.held_requests().values()]
+    for lease, index in held[:count]:
+        assert parts.holdings.finish(lease, index)
+    parts.loop.waiting -= count
+
+
 def test_it_takes_enough_to_run_and_half_as_much_again(parts: Parts) -> None:
     parts.rq.queued = [shard(n) for n in range(100)]
     parts.settle()
     assert parts.holdings.unfinished == 64 + 32
     assert parts.rq.started == [shard(n) for n in range(12)]
     assert len(parts.loop.added) == 96
+
+
+def test_where_answers_end_at_once_it_takes_a_moments_work_and_several_shards_together(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(1000)]
+    parts.intake._pace = SimpleNamespace(per_second=lambda: 1600.0)  # type: ignore[assignment]
+    parts.settle()
+    assert parts.holdings.unfinished == 400, "a quarter of a second's"
+    parts.rq.pops.clear()
+    for _ in range(17):
+        finish(parts, 8)
+        parts.intake._pass()
+    assert parts.rq.pops == [], "beside what runs half of it is left"
+    finish(parts, 8)
+    parts.intake._pass()
+    assert parts.rq.pops == [26]
+
+
+def test_however_fast_it_takes_no_more_than_may_wait_for_the_database(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(1000)]
+    parts.intake._pace = SimpleNamespace(per_second=lambda: 1e6)  # type: ignore[assignment]
+    parts.settle()
+    assert parts.holdings.unfinished == MAX_BACKLOG // 2
+
+
+def test_it_wakes_up_when_something_may_be_missing_and_not_before(parts: Parts) -> None:
+    parts.rq.queued = [shard(n) for n in range(100)]
+    parts.settle()
+    parts.intake._woken.clear()
+    parts.intake.count_ended(1)
+    assert parts.intake._woken.is_set(), "32 waited, as many as shall"
+
+    parts.intake._ahead = 20
+    parts.intake._woken.clear()
+    parts.intake._pass()
+    parts.intake.count_ended(12)
+    assert not parts.intake._woken.is_set()
+    parts.intake.count_ended(1)
+    assert parts.intake._woken.is_set(), "one less than 20 wait now"
+
+    parts.loop.running = 60  # it may begin four more at any time
+    parts.intake._pass()
+    parts.intake._woken.clear()
+    parts.intake.count_ended(13)
+    assert parts.intake._woken.is_set()
 
 
 def test_requests_of_several_choices_are_that_much_more_work(parts: Parts) -> None:

@@ -190,20 +190,22 @@ class TestRecorder:
         return Recorder(store, holdings, outcomes)  # type: ignore[arg-type]
 
     def test_rows_share_transactions(self, recorder: Recorder, store: FakeStore) -> None:
-        for index in range(600):
+        rows = 2 * MAX_ROWS + 88
+        for index in range(rows):
             recorder.put(LEASE, (answer(index),))
         recorder.start()
         assert recorder.stop(10) == 0
-        assert len(store.rows) == 600
-        assert store.sizes == [MAX_ROWS, MAX_ROWS, 600 - 2 * MAX_ROWS]
+        assert len(store.rows) == rows
+        assert store.sizes == [MAX_ROWS, MAX_ROWS, 88]
 
     def test_the_choices_of_a_request_share_a_transaction(self, recorder: Recorder, store: FakeStore) -> None:
+        choices = MAX_ROWS // 3 + 1
         for index in range(4):
-            recorder.put(LEASE, tuple(replace(answer(index), choice=number) for number in range(100)))
-        assert recorder.backlog == 400
+            recorder.put(LEASE, tuple(replace(answer(index), choice=number) for number in range(choices)))
+        assert recorder.backlog == 4 * choices
         recorder.start()
         assert recorder.stop(10) == 0
-        assert store.sizes == [300, 100], "three requests have at least MAX_ROWS rows"
+        assert store.sizes == [3 * choices, choices], "three requests have at least MAX_ROWS rows"
 
     def test_a_flush_waits_for_what_was_put_before_it_alone(self, recorder: Recorder) -> None:
         class Busy(FakeStore):
