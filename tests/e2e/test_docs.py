@@ -51,6 +51,7 @@ CANNOT_RUN = {
     ("README.md", "make run "): "installs everything, and is the whole suite",
     ("README.md", "export BATCHJOBS_DATABASE_URL=postgresql://"): "needs servers of that name",
     ("ops/README.md", "useradd --system"): "needs root and systemd",
+    ("docs/benchmarks.md", "python -m venv envs/vllm"): "installs other systems, and measures for an hour",
     ("docs/trace.md", "batchjobs trace --explain"): "test_trace.py runs it, and compares what it prints",
     ("docs/trace.md", "batchjobs trace --num-blocks"): "test_trace.py runs it, and compares what it prints",
     ("examples/README.md", "export BATCHJOBS_HOME"): "test_examples.py runs the examples",
@@ -143,7 +144,7 @@ def for_here(text: str, machine: Machine) -> str:
 
 def run(block: Block, machine: Machine, folder: Path) -> str:
     """What it prints. Workers that it leaves in the background are ended in good order: one that was killed would be
-        listed as living for a while, and be waited for."""
+    listed as living for a while, and be waited for."""
     text = for_here("\n".join(block.lines()), machine)
     if block.language == "python":
         command = [sys.executable, "-c", text]

@@ -254,16 +254,37 @@ def test_without_torch_the_worker_says_what_to_install(
     assert "the worker needs the Python package torch; install it with" in done.stderr
 
 
+def test_bench_reads_a_file_of_ones_own_first(command_line: CommandLine, calls: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a", "max_tokens": 3}\n{"prompt": "b"}\n')
+    command_line.out("bench", "-m", "m.gguf", "--workload", "own.jsonl", "--end-to-end", "--configured")
+    (call,) = calls
+    assert (call["workload"], [r.body["prompt"] for r in call["requests"]]) == ("own.jsonl", ["a", "b"])
+    assert call["settings"].home
+    (tmp_path / "own.jsonl").write_text("{]\n")
+    assert command_line.run("bench", "-m", "m.gguf", "--workload", "own.jsonl").exit_code == 2
+    alone = command_line.run("bench", "-m", "m.gguf", "--configured")
+    assert alone.exit_code == 2
+    assert "--configured belongs to --end-to-end" in alone.stderr
+    assert len(calls) == 1
+
+
 def test_bench_hands_its_options_on(command_line: CommandLine, calls: list[Any], tmp_path: Path) -> None:
     command_line.out("bench", "-m", "m.gguf", "--baseline", "transformers", "--rounds", 2, "--threads", 2)
     assert calls == [
         {
             "workload": "mixed-64",
+            "requests": None,
+            "num_requests": None,
+            "respects_eos": False,
             "model": str(tmp_path / "m.gguf"),
             "dtype": "float32",
+            "device": "cpu",
             "baselines": ("transformers",),
+            "end_to_end": False,
+            "settings": None,
             "rounds": 2,
             "threads": 2,
+            "native_forward": None,
             "as_json": False,
         }
     ]
