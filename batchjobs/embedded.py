@@ -289,5 +289,7 @@ def socket_path_for(folder: Path) -> Path:
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
         return path
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    short = Path(tempfile.gettempdir()) / f"batchjobs-{os.getuid()}-{digest}"
+    name = f"batchjobs-{os.getuid()}-{digest}"
+    places = [Path(place, name) for place in (tempfile.gettempdir(), "/tmp")]  # noqa: S108 - made private
+    short = next((p for p in places if len(os.fsencode(p / "redis.sock")) <= MAX_SOCKET_PATH_BYTES), places[0])
     return private_folder(short) / "redis.sock"

@@ -58,7 +58,7 @@ def drawn(panels: Sequence[dict[str, Any]]) -> plt.Figure:
     first, machine = panels[0], panels[0]["machine"]
     where = f"{first['threads']} threads of {machine['processor']}, {machine['date']}"
     figure.suptitle(
-        f"{first['workload']}: output tokens a second on {where}; in brackets how many times as fast batchjobs is",
+        f"{first['workload']}: output tokens a second on {where};\nin brackets how many times as fast batchjobs is",
         fontsize=9,
         color=INK,
     )

