@@ -6,8 +6,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from workers.recorder import MAX_BACKLOG
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -18,22 +16,22 @@ PATIENCE_SECONDS = 5.0
 
 
 class Backlog:
-    """Asked before each claim. ``count`` is how many outcomes wait."""
+    """Asked before each claim. ``count`` is how many outcomes wait, and more than ``most`` are too many."""
 
-    def __init__(self, count: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, count: Callable[[], int], most: int, now: Callable[[], float] = time.monotonic) -> None:
         self.is_full = False
-        self._count, self._now = count, now
+        self._count, self._most, self._now = count, most, now
         self._since = 0.0
         self._is_said = False
 
     def look(self) -> bool:
         """Whether so many outcomes wait that nothing more may be begun. The log says so when it lasts."""
-        was_full, self.is_full = self.is_full, self._count() > MAX_BACKLOG
+        was_full, self.is_full = self.is_full, self._count() > self._most
         if self.is_full and not was_full:
             self._since = self._now()
         elif self.is_full and not self._is_said and self._now() - self._since >= PATIENCE_SECONDS:
             self._is_said = True
-            log.warning("%d outcomes wait for the database: nothing more is claimed until it takes them", MAX_BACKLOG)
+            log.warning("%d outcomes wait for the database: nothing more is claimed until it takes them", self._most)
         elif self._is_said and not self.is_full:
             self._is_said = False
             log.info("the database takes outcomes again: claiming goes on")

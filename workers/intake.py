@@ -110,7 +110,7 @@ class Intake(threading.Thread):
         self._unread: deque[Lease] = deque()
         self._probe = 1
         self._is_closed = False
-        self._backlog = Backlog(lambda: recorder.backlog)
+        self._backlog = Backlog(lambda: recorder.backlog, MAX_BACKLOG)
         self._empty_until = 0.0
         self._foreign_pause = POLL_SECONDS
         self._redis_away_until = 0.0

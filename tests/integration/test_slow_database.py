@@ -9,7 +9,7 @@ from tests.support.batches import submit
 from tests.support.running import completions, enqueue, is_complete, queue, settings, sqlite, start
 from tests.support.stub_engine import expected_text
 from tests.support.waiting import eventually
-from workers import backlog, intake
+from workers import intake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,6 @@ def test_while_a_write_takes_for_ever_steps_go_on_until_the_buffer_is_full(
     start: Callable[..., ThreadWorker], store: Store, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "MAX_BACKLOG", BACKLOG)
-    monkeypatch.setattr(backlog, "MAX_BACKLOG", BACKLOG)
     record, is_written, writes = store.record, threading.Event(), []
 
     def record_slowly(records: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from workers.backlog import PATIENCE_SECONDS, Backlog
-from workers.recorder import MAX_BACKLOG
+
+MOST = 8
 
 
 def test_it_is_full_at_once_and_said_once_when_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="batchjobs.worker")
-    clock, waiting = 0.0, MAX_BACKLOG
-    backlog = Backlog(lambda: waiting, lambda: clock)
+    clock, waiting = 0.0, MOST
+    backlog = Backlog(lambda: waiting, MOST, lambda: clock)
     assert not backlog.look()
     waiting += 1
     assert backlog.look()
@@ -21,7 +22,7 @@ def test_it_is_full_at_once_and_said_once_when_it_lasts(caplog: pytest.LogCaptur
     for _ in range(3):
         clock += 0.1
         assert backlog.look()
-    assert [message.split(":")[0] for message in caplog.messages] == [f"{MAX_BACKLOG} outcomes wait for the database"]
+    assert [message.split(":")[0] for message in caplog.messages] == [f"{MOST} outcomes wait for the database"]
     waiting -= 1
     assert not backlog.look()
     assert not backlog.look()
@@ -30,9 +31,9 @@ def test_it_is_full_at_once_and_said_once_when_it_lasts(caplog: pytest.LogCaptur
 
 def test_a_moment_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="batchjobs.worker")
-    clock, waiting = 0.0, MAX_BACKLOG + 1
-    backlog = Backlog(lambda: waiting, lambda: clock)
-    for waiting in (MAX_BACKLOG + 1, 0) * 3:
+    clock, waiting = 0.0, MOST + 1
+    backlog = Backlog(lambda: waiting, MOST, lambda: clock)
+    for waiting in (MOST + 1, 0) * 3:
         clock += PATIENCE_SECONDS - 0.1
         assert backlog.look() is (waiting > 0)
     assert caplog.messages == []
