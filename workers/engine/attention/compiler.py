@@ -62,6 +62,20 @@ def load_kernel(source: Path) -> ctypes.CDLL:
     raise KernelError("; ".join(failures))
 
 
+def check_layouts(library: ctypes.CDLL, kernel: str, **mirrors: type[ctypes.Structure]) -> None:
+    """Compare the size of each structure, as the library's `batchjobs_<name>_size` tells it, with its mirror's here.
+
+    Raises:
+        ValueError: The library was built from a source with other structures.
+    """
+    for name, mirror in mirrors.items():
+        size = getattr(library, f"batchjobs_{name}_size")
+        size.restype = ctypes.c_int64
+        if size() != ctypes.sizeof(mirror):
+            what = name.replace("_", " ")
+            raise ValueError(f"{kernel} and its Python side disagree about the layout of {what}s")
+
+
 def _compilers() -> list[str]:
     """Paths of the compilers to try, the user's choice first; one path once."""
     names = [os.environ.get("CXX", ""), *COMPILERS]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from workers.engine.attention.compiler import check_layouts
 from workers.engine.attention.interface import LayerCache, LayerSpec, PackedRows
 from workers.engine.attention.torch_paged import row_slots
 
@@ -51,9 +52,7 @@ class CpuPagedAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind the functions of a loaded kernel; ValueError if it was built from a source with another `Call`."""
-        library.batchjobs_call_size.restype = ctypes.c_int64
-        if library.batchjobs_call_size() != ctypes.sizeof(Call):
-            raise ValueError("the attention kernel and its Python side disagree about the layout of a call")
+        check_layouts(library, "the attention kernel", call=Call)
         self._functions = {dtype: getattr(library, name) for dtype, name in _FUNCTIONS.items()}
         for function in self._functions.values():
             function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from workers.engine.native.decoder import Activation, Decoder, DecoderLayer, Matrix, Norm
+from workers.engine.native.linear import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from workers.engine.native.decoder import Rotary
 
-DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = {
     "SiLUActivation": Activation.SILU,
     "SiLU": Activation.SILU,

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workers.engine.attention.compiler import check_layouts
+from workers.engine.native.decoder import Activation
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Those of weights, as the kernels number them."""
+
 _MOST_PARTS = 3
 _MOST = 2**30  # rows, inputs or outputs: keeps the kernel's 32-bit integers whole
 
@@ -56,9 +60,7 @@ class LinearKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind the functions of a loaded library; ValueError if it was built from a source with another `Linear`."""
-        library.batchjobs_linear_size.restype = ctypes.c_int64
-        if library.batchjobs_linear_size() != ctypes.sizeof(Linear):
-            raise ValueError("the matrix kernel and its Python side disagree about the layout of a call")
+        check_layouts(library, "the matrix kernel", linear=Linear)
         self._run = library.batchjobs_linear
         self._run.argtypes, self._run.restype = [ctypes.POINTER(Linear)], ctypes.c_int
 
@@ -98,8 +100,8 @@ class LinearKernel:
             raise ValueError(f"a residual must be float32 rows of shape {tuple(outputs[0].shape)}")
         call = Linear(
             input=x.data_ptr(), input_row=x.stride(0), rows=len(x), inputs=x.shape[1],
-            parts=len(weights), gated=gated, activation=ACTIVATIONS[activation],
-            dtype=_DTYPES[weights[0].dtype], threads=threads or torch.get_num_threads(),
+            parts=len(weights), gated=gated, activation=Activation[(activation or "none").upper()],
+            dtype=DTYPES[weights[0].dtype], threads=threads or torch.get_num_threads(),
         )  # fmt: skip
         if residual is not None:
             call.residual, call.residual_row = residual.data_ptr(), residual.stride(0)
@@ -127,7 +129,7 @@ def _check(
     if not 1 <= len(weights) <= _MOST_PARTS or (gated and len(weights) != 2) or len(biases) != len(weights):
         raise ValueError("a product takes 1 to 3 weights (2 where gated), and a bias or None for each")
     dtype, shape = weights[0].dtype, weights[0].shape
-    if dtype not in _DTYPES or any(not _readable(w, dtype) for w in weights):
+    if dtype not in DTYPES or any(not _readable(w, dtype) for w in weights):
         raise ValueError("weights must be rows on the CPU, all float32 or all bfloat16")
     if x.dim() != 2 or not _readable(x, torch.float32) or max(len(x), x.shape[1]) > _MOST:
         raise ValueError("the input must be float32 rows on the CPU")

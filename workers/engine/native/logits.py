@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from workers.engine.attention.compiler import KernelError, load_kernel
+from workers.engine.attention.compiler import KernelError, check_layouts, load_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,9 +53,7 @@ class LogitsKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind a loaded kernel; ValueError if it was built from a source with another `LogitsCall`."""
-        library.batchjobs_logits_call_size.restype = ctypes.c_int64
-        if library.batchjobs_logits_call_size() != ctypes.sizeof(_Call):
-            raise ValueError("the logits kernel and its Python side disagree about the layout of a call")
+        check_layouts(library, "the logits kernel", logits_call=_Call)
         self._run = library.batchjobs_logits
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], ctypes.c_int
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
+from workers.engine.attention.compiler import check_layouts
 from workers.engine.attention.cpu import Call
 
 ROTARIES = 2
@@ -82,12 +83,7 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """ValueError if it was built from sources with other structures."""
-        mirrors = {"operation": Operation, "program": Program, "step": Step, "call": Call}
-        for name, mirror in mirrors.items():
-            size = getattr(library, f"batchjobs_{name}_size")
-            size.restype = ctypes.c_int64
-            if size() != ctypes.sizeof(mirror):
-                raise ValueError(f"the native forward and its Python side disagree about the layout of {name}s")
+        check_layouts(library, "the native forward", operation=Operation, program=Program, step=Step, call=Call)
         self._forward = library.batchjobs_forward
         self._forward.argtypes, self._forward.restype = [ctypes.POINTER(Program), ctypes.POINTER(Step)], ctypes.c_int
 

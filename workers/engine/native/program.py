@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.engine.attention.cpu import NO_WINDOW
+from workers.engine.native.linear import DTYPES
 from workers.engine.native.operations import NONE, Kind, Operation, Program
 
 if TYPE_CHECKING:
     from workers.engine.attention.interface import LayerCache, LayerSpec
     from workers.engine.native.decoder import Decoder, DecoderLayer, Matrix, Norm
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Buffer(IntEnum):
