@@ -89,6 +89,13 @@ def made(store: Store) -> tuple[int, int]:
     return sum(row.generated_tokens for row in rows), sum(row.heartbeat_age_seconds < 2 for row in rows)
 
 
+def written(store: Store) -> int:
+    """Tokens in the store, of what has ended and of what runs."""
+    sums = (f"(SELECT coalesce(sum(completion_tokens), 0) FROM {table})" for table in ("completions", "checkpoints"))
+    [(tokens,)] = select(store, f"SELECT {' + '.join(sums)}")
+    return int(tokens)
+
+
 def outcomes(store: Store, batch: str) -> list[Completion]:
     counted = select(store, f'SELECT "index", count(*) FROM completions WHERE batch_id = \'{batch}\' GROUP BY "index"')
     assert all(count == 1 for _, count in counted)
@@ -108,6 +115,7 @@ def test_pause_update_resume_cancel(machine: Machine, models: Models) -> None:
 
         machine.call("pause", "--all-workers", "--reason", "new weights")
         eventually(lambda: states(store) == {"left": "paused", "right": "paused"}, "both stand still")
+        eventually(lambda: written(store) == made(store)[0], "what was made before is written")
         _stands_still(store, batch)
         shown = json.loads(machine.call("status", batch, "--json"))
         assert "paused" in shown["note"]
@@ -122,11 +130,12 @@ def test_pause_update_resume_cancel(machine: Machine, models: Models) -> None:
         assert old != new
         before = made(store)[0]
 
-        machine.call("resume", "--all-workers")
-        eventually(lambda: made(store)[0] > before, "they go on", PATIENCE)
         victim = _youngest(store, batch)
         with Client(**{name: machine.environment[f"BATCHJOBS_{name.upper()}"] for name in ADDRESSES}) as client:
             client.cancel_request(batch, victim)
+        eventually(lambda: store.batch(batch).counts.cancelled == 1, "a paused worker lets it go", PATIENCE)
+        machine.call("resume", "--all-workers")
+        eventually(lambda: made(store)[0] > before, "they go on", PATIENCE)
         machine.call("cancel", other, "--yes")
         after = [probe(machine, store, "--model-version", new) for _ in range(2)]
         assert [each.cached_tokens > 0 for each in after] == [False, True], "nothing of the old weights is found"
@@ -155,7 +164,7 @@ def _now(store: Store) -> float:
 
 
 def _youngest(store: Store, batch: str) -> int:
-    """Of the requests that run the one with the fewest tokens."""
+    """Of the requests that workers hold the one with the fewest tokens."""
     query = f"SELECT \"index\" FROM checkpoints WHERE batch_id = '{batch}' ORDER BY completion_tokens LIMIT 1"
     [(index,)] = eventually(lambda: select(store, query), "something runs")
     return int(index)
