@@ -10,7 +10,6 @@ Start-up is reported apart. A peer whose environment is missing is skipped with 
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import orjson
 
 from batchjobs.errors import BatchjobsError
 from batchjobs.models import resolve_model
-from benchmarks.comparison.machine import described
+from benchmarks.comparison.machine import described, usable_cores
 from benchmarks.comparison.peer_process import PeerProcess, stopped
 from benchmarks.comparison.table import markdown, put_between_markers, summary
 from workers.workloads import WORKLOADS, workload
@@ -55,7 +54,7 @@ WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 4
 @click.option("--docs", type=click.Path(path_type=Path), help="Markdown whose marked section becomes the table.")
 def main(workload_name: str, num_requests: int | None, output: Path | None, docs: Path | None, **options: Any) -> None:
     """Compare, print a table of ratios, and write what was asked for."""
-    options["threads"] = options["threads"] or os.cpu_count() or 1
+    options["threads"] = options["threads"] or usable_cores()
     work = [(list(item.prompt_ids), item.output_tokens) for item in workload(workload_name, num_requests)]
     model = folder_of(options["model"])
     options |= {
@@ -120,7 +119,7 @@ def _start(peers: list[PeerProcess], options: dict[str, Any]) -> None:
     for name, (python, script, more) in wanted.items():
         if options["only"] and name not in options["only"] and name != "batchjobs":
             continue
-        if python is None or not Path(python).exists():
+        if python is None or not Path(python).is_file():
             click.echo(f"{NAMES[name]} is skipped: its environment was not named, or is not there", err=True)
             continue
         click.echo(f"starting {NAMES[name]} ...", err=True)

@@ -83,22 +83,24 @@ print(json.dumps([child.returncode, usage.ru_utime + usage.ru_stime, usage.ru_ma
 
 def measure(command: str, arguments: list[str], rows: int, environment: dict[str, str]) -> Figures:
     """Runs ``batchjobs`` with these arguments and watches its memory."""
-    begun = time.monotonic()
-    child = subprocess.Popen(
-        [sys.executable, "-S", "-c", _WATCH, sys.executable, "-m", "batchjobs", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
     size, first = 0, None
-    assert child.stdout is not None
-    while chunk := os.read(child.stdout.fileno(), 2**20):
-        first = first or time.monotonic() - begun
-        size += len(chunk)
-    assert child.stderr is not None
-    *said, usage = child.stderr.read().decode().splitlines()
-    seconds = time.monotonic() - begun
-    child.wait()
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as errors:  # a pipe that nobody reads meanwhile would fill up
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-c", _WATCH, sys.executable, "-m", "batchjobs", *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        assert child.stdout is not None
+        with child.stdout:
+            while chunk := os.read(child.stdout.fileno(), 2**20):
+                first = first or time.monotonic() - begun
+                size += len(chunk)
+        child.wait()
+        seconds = time.monotonic() - begun
+        errors.seek(0)
+        *said, usage = errors.read().decode().splitlines()
     exit_code, cpu_seconds, peak_mb = json.loads(usage)
     if exit_code:
         return Figures(command, note=f"not measured: {said[-1] if said else exit_code}")

@@ -45,6 +45,7 @@ POLL_SECONDS = 0.1
 START_SECONDS = 60.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MIB = 2**20
+ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT  # looks at a child without taking its exit code from whoever waits
 
 
 @dataclass(kw_only=True)
@@ -235,13 +236,11 @@ def measure_all(site: Site, figures: Figures, pids: list[int], source: Path, env
     submission.start()
     shards = -(-figures.requests // 64)
     early: list[float] = []
-    while not (is_over := not submission.is_alive() and bool(submitted) and site.is_done()):
-        if submitted and submitted[0].note:
-            raise click.ClickException(f"submit: {submitted[0].note}")
+    while submission.is_alive() or not submitted or not site.is_done():
+        check_living(submission, submitted, pids)
         if not early and figures.submit_seconds and site.left() <= 0.75 * shards:
             early = [memory_mb(pid, "VmRSS") for pid in pids]
         time.sleep(POLL_SECONDS)
-    assert is_over
     figures.total_seconds = time.monotonic() - begun
     spent = used()
     figures.cpu_seconds = {name: spent[name] - before[name] for name in names}
@@ -250,6 +249,17 @@ def measure_all(site: Site, figures: Figures, pids: list[int], source: Path, env
     early = early or [memory_mb(pid, "VmRSS") for pid in pids]
     figures.workers_mb = [(then, memory_mb(pid, "VmHWM")) for then, pid in zip(early, pids, strict=True)]
     figures.redis_mb = site.redis_mb()
+
+
+def check_living(submission: threading.Thread, submitted: list[Any], pids: list[int]) -> None:
+    """Raises ClickException where nothing is left to wait for: submit failed, or a worker has ended."""
+    if not submission.is_alive() and not submitted:
+        raise click.ClickException("submit could not be measured; the error is above")
+    if submitted and submitted[0].note:
+        raise click.ClickException(f"submit: {submitted[0].note}")
+    ended = [number for number, pid in enumerate(pids) if os.waitid(os.P_PID, pid, ENDED) is not None]
+    if ended:
+        raise click.ClickException(f"worker {ended[0]} has ended before the work was done")
 
 
 def wait_until(condition: Any, what: str) -> None:

@@ -18,12 +18,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import orjson
 
 from batchjobs.errors import BatchjobsError
-from benchmarks.comparison.machine import described
+from benchmarks.comparison.machine import described, usable_cores
 
 TIMEOUT_SECONDS = 3600
 
@@ -49,7 +50,7 @@ def main(
     from benchmarks.compare import folder_of
 
     folder = folder_of(model)
-    count = threads or os.cpu_count() or 1
+    count = threads or usable_cores()
     seconds: dict[str, list[float]] = {"batchjobs run": []}
     tokens: dict[str, list[int]] = {"batchjobs run": []}
     if vllm_python is None or not Path(vllm_python).exists():
@@ -93,8 +94,7 @@ def theirs(python: str, file: Path, model: str, dtype: str, threads: int, place:
     """As :func:`ours`."""
     requests, target = place / "requests.jsonl", place / "results.jsonl"
     with requests.open("w") as out:
-        for line in file.read_text().splitlines():
-            request = json.loads(line)
+        for request in _objects(file):
             request["body"]["model"] = model
             out.write(json.dumps(request) + "\n")
     environment = {
@@ -121,12 +121,17 @@ def _timed(command: list[str], environment: dict[str, str]) -> float:
 
 def tokens_of(results: Path, file: Path) -> int:
     """Completion tokens of the results. Raises BatchjobsError where a request has no answer."""
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    wanted = {json.loads(line)["custom_id"] for line in file.read_text().splitlines() if line.strip()}
+    lines = _objects(results)
+    wanted = {request["custom_id"] for request in _objects(file)}
     answered = {line["custom_id"] for line in lines if line["response"] and line["response"]["status_code"] == 200}
     if wanted - answered:
         raise BatchjobsError(f"{len(wanted - answered)} of {len(wanted)} requests have no answer in {results.name}")
     return sum(line["response"]["body"]["usage"]["completion_tokens"] for line in lines)
+
+
+def _objects(file: Path) -> list[dict[str, Any]]:
+    """One a line. Only a line feed ends a line: a JSON string may hold whatever else Unicode calls the end of one."""
+    return [json.loads(line) for line in file.read_bytes().split(b"\n") if line.strip()]
 
 
 def table(seconds: dict[str, list[float]], tokens: dict[str, list[int]]) -> str:

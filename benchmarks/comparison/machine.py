@@ -13,11 +13,16 @@ def described() -> dict[str, str]:
     known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
     return {
         "processor": _line("model name") or platform.processor() or platform.machine(),
-        "cores": str(os.cpu_count()),
+        "cores": str(usable_cores()),
         "instructions": ", ".join(flag for flag in known if flag in flags) or "unknown",
         "python": platform.python_version(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
+
+
+def usable_cores() -> int:
+    """Those that this process may run on: a container often has fewer than the machine."""
+    return len(os.sched_getaffinity(0))
 
 
 def _line(name: str) -> str:

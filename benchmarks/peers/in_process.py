@@ -12,7 +12,7 @@ import torch
 import transformers
 from peer_protocol import Work as Pairs
 
-from workers.bench.baselines import BASELINES
+from workers.bench.baselines import BASELINES, peer_sequences
 from workers.bench.system import OurEngine, System
 from workers.engine.config import EngineConfig
 from workers.workloads import Work
@@ -27,8 +27,8 @@ class InProcessPeer:
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self._system: System
         if baseline is not None:
-            self._system = BASELINES[baseline](model, dtype, together)
-            self.settings: dict[str, Any] = {"sequences": 16}
+            self._system = BASELINES[baseline](model, dtype, together, "cpu")
+            self.settings: dict[str, Any] = {"sequences": peer_sequences(together, "cpu")}
             return
         config = EngineConfig(
             dtype=dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -115,6 +116,18 @@ def test_a_comparison_skips_what_is_missing_and_writes_what_it_found(
     assert "| transformers, static batches of 16 | " in text
     assert "1.00 × (1.00 to 1.00)" in text
     assert (tmp_path / "found.json").read_bytes().startswith(b"{")
+
+
+def test_it_uses_the_cores_that_it_may_run_on(
+    fake_peers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has fewer than the machine, and more threads than cores would slow some systems more than others."""
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 5, 8})
+    done = run("--num-requests", 1, "--rounds", 1, "--output", tmp_path / "found.json")
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["threads"], found["machine"]["cores"]) == (3, "3")
 
 
 def test_nobody_is_left_standing_when_a_comparison_is_told_to_end(script: Path) -> None:

@@ -202,6 +202,7 @@ def test_tensors_that_do_not_fit_are_refused(kernel: LinearKernel) -> None:
         lambda: kernel(x, [weight], [rows(6)]),
         lambda: kernel(x, [weight], residual=rows(4, 6)),
         lambda: kernel(x, [weight], out=[rows(5, 4).T]),
+        lambda: kernel(x[:, :0], [weight[:, :0]]),
     ):
         with pytest.raises(ValueError, match=r"must|takes|fit"):
             call()

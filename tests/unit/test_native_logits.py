@@ -247,6 +247,12 @@ def test_a_token_beyond_the_logits_is_refused(kernel: LogitsKernel, token: int) 
         kernel.score(random_logits(1, 8), torch.tensor([token]), 0)
 
 
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_there_is_one_token_to_score_for_each_row(kernel: LogitsKernel, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} tokens cannot be scored by 4 rows"):
+        kernel.score(random_logits(4, 8), torch.zeros(count, dtype=torch.long), 0)
+
+
 def test_no_rows_are_no_work(kernel: LogitsKernel) -> None:
     assert kernel.score(torch.zeros(0, 8), torch.zeros(0, dtype=torch.long), 3).logprobs.shape == (0,)
 

@@ -96,6 +96,8 @@ class EndToEnd:
         finally:
             daemon.stop("measured")
             thread.join(START_SECONDS)
+        if thread.is_alive():
+            raise BatchjobsError("the worker did not stop, and would take part in what is measured next")
 
 
 def _wait(client: Client, batch_id: str, lives: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -84,7 +85,8 @@ def bench(
         if end_to_end:
             plain = (settings or load_settings()).model_copy(update={"model": source})
             systems.append(EndToEnd(ours, stack.enter_context(measured_settings(plain, private=settings is None))))
-        systems += [BASELINES[name](source, dtype, max_requests_per_batch) for name in baselines]
+        beside = ours.engine.dtype, max_requests_per_batch, ours.engine.device
+        systems += [BASELINES[name](source, *beside) for name in baselines]
         rounds_run = _Rounds(ours, systems, work)
         rounds_run.run(rounds)
     measured = Measured(
@@ -100,7 +102,7 @@ def bench(
         attention=ours.engine.runner.backends[0].name,
         figures=rounds_run.median_figures(),
         machine=measure_machine(ours.engine.runner.device, ours.engine.runner.model.dtype),
-        need=need(ours.engine, work),
+        need=need(ours.engine, rounds_run.done),
         details=rounds_run.details(),
     )
     found = report(measured)
@@ -115,12 +117,14 @@ def _check(baselines: Sequence[str], respects_eos: bool) -> None:
 
 
 class _Rounds:
-    """``seconds`` of every turn and ``tokens`` of a turn, by system."""
+    """``seconds`` of every turn and ``tokens`` of a turn, by system. ``done`` is the work with the lengths that the
+    answers of our last turn had."""
 
     def __init__(self, ours: OurEngine, systems: Sequence[System], work: Sequence[Work]) -> None:
         self._ours, self._systems, self._work = ours, systems, work
         self.seconds: dict[str, list[float]] = {system.name: [] for system in systems}
         self.tokens: dict[str, int] = {}
+        self.done: list[Work] = []
         self._figures: list[dict[str, Any]] = []  # of our turns
         self._parts: list[dict[str, float]] = []  # of the turns end to end
 
@@ -140,6 +144,7 @@ class _Rounds:
         self.seconds[system.name].append(done.seconds)
         self.tokens[system.name] = sum(done.made)
         if system is self._ours:
+            self.done = [replace(item, output_tokens=made) for item, made in zip(self._work, done.made, strict=True)]
             steps = self._ours.steps.figures()
             self._figures.append(steps | latencies(self._ours.outputs, self._ours.begun_at))
         elif isinstance(system, EndToEnd):

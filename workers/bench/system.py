@@ -16,6 +16,8 @@ from workers.workloads import Work
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from workers.engine.models import LoadedModel
+
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 4
 
 
@@ -56,7 +58,7 @@ class OurEngine:
 
     name = "batchjobs"
 
-    def __init__(self, model: str, config: EngineConfig, *, respects_eos: bool = False) -> None:
+    def __init__(self, model: str | LoadedModel, config: EngineConfig, *, respects_eos: bool = False) -> None:
         begin = time.perf_counter()
         self.engine = Engine(model, config)
         self.engine.warmup()

@@ -51,16 +51,20 @@ def native_forward(
     if model.device.type != "cpu":
         return None
     wanted = config.native_forward
+    is_worth_a_warning = bool(wanted)
     why = _why_not_wanted(model.dtype, wanted)
     if why is None:
         try:
             forward = _checked(model, probe, backends, caches, groups, config)
         except (UnknownDecoder, KernelError, ValueError) as reason:
             why = str(reason)
+        except Exception as error:  # noqa: BLE001  another release of transformers, say; the model itself runs
+            why, is_worth_a_warning = f"it cannot be set up ({type(error).__name__}: {error})", True
         else:
             _log.info("the forward runs natively")
             return forward
-    _log.log(logging.WARNING if wanted else logging.INFO, "the forward runs in transformers' modules: %s", why)
+    level = logging.WARNING if is_worth_a_warning else logging.INFO
+    _log.log(level, "the forward runs in transformers' modules: %s", why)
     return None
 
 
@@ -90,6 +94,7 @@ def _checked(
         raise KernelError(kernel)
     specs = [spec for _, spec in probe.layers]
     check_packed(_native_step(kernel, decoder, specs), probe, model.dtype)
+    assert config.max_batch_tokens is not None  # it has been worked out by now
     most = {"most_rows": config.max_batch_tokens, "most_kept": config.max_requests_per_batch}
     return NativeForward(kernel, decoder, specs, caches, groups, paged, **most)
 

@@ -215,8 +215,8 @@ class _Reader:
 
     def matrix(self, owner: nn.Module, name: str) -> Matrix:
         module = self.plain(owner, name, nn.Linear)
-        bias = None if module.bias is None else self.weight(module, "bias")
-        return Matrix(self.weight(module, "weight"), bias, 0, module.out_features)
+        weight, bias = self.weight(module, "weight"), None if module.bias is None else self.weight(module, "bias")
+        return Matrix(weight, bias, 0, len(weight))
 
     def slices(self, owner: nn.Module, name: str, sizes: tuple[int, ...]) -> list[Matrix]:
         """Parts of one weight that several products share."""

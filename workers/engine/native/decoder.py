@@ -16,7 +16,7 @@ Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Activation(IntEnum):
-    """As in linear.h."""
+    """As in linear_plan.h."""
 
     NONE = 0
     SILU = 1

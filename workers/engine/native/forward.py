@@ -61,7 +61,7 @@ class NativeForward:
 
     def __call__(
         self,
-        ids: torch.Tensor,  # [T] int64
+        ids: torch.Tensor,  # [T]
         positions: _Int64s,  # [T]
         wanted: _Int64s,  # [R], indices of rows
         seconds: NDArray[np.float64] | None = None,  # the processor time of each operation is added here
@@ -69,15 +69,20 @@ class NativeForward:
         """Logits of the wanted rows, [R, V] float32, until the next call. The backends have begun with this step.
 
         Raises:
-            IndexError: A token id lies outside the vocabulary.
+            IndexError: A token id lies outside the vocabulary, or a wanted row outside the step.
+            ValueError: The step does not fit the pages.
         """
         if not self._program.is_current:  # the weights were exchanged
             self._program = BoundProgram(self._decoder, *self._made_from)
-        ids, wanted = ids.contiguous(), np.ascontiguousarray(wanted, np.int64)
+        ids, wanted = ids.to(torch.int64).contiguous(), np.ascontiguousarray(wanted, np.int64)
         rows, kept = len(ids), len(wanted)
         calls = [backend.step(self._program.pages) for backend in self._backends]
         if any(call.rows != rows for call in calls) or len(positions) != rows:
             raise ValueError("ids, positions and the rows of the attention differ in number")
+        if any(call.page_size != self._program.page_size for call in calls):
+            raise ValueError(f"the step has not pages of {self._program.page_size} tokens, as the cache has")
+        if seconds is not None and (seconds.dtype != np.float64 or seconds.shape != (len(self._program.kinds),)):
+            raise ValueError(f"times of {len(self._program.kinds)} operations need as many float64 numbers")
         turns = self._turns(positions)
         gathers = kept != rows or not np.array_equal(wanted, np.arange(rows))
         pointers, logits = self._space.take(rows, kept, gathers=gathers)

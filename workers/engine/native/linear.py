@@ -26,7 +26,7 @@ _MOST = 2**30  # rows, inputs or outputs: keeps the kernel's 32-bit integers who
 
 
 class Part(ctypes.Structure):
-    """Mirrors `Linear::Part` in linear.h, field by field."""
+    """Mirrors `Linear::Part` in linear_plan.h, field by field."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -39,7 +39,7 @@ class Part(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """Mirrors `Linear` in linear.h, field by field."""
+    """Mirrors `Linear` in linear_plan.h, field by field."""
 
     _fields_ = (
         ("input", ctypes.c_void_p),
@@ -131,7 +131,7 @@ def _check(
     dtype, shape = weights[0].dtype, weights[0].shape
     if dtype not in DTYPES or any(not _readable(w, dtype) for w in weights):
         raise ValueError("weights must be rows on the CPU, all float32 or all bfloat16")
-    if x.dim() != 2 or not _readable(x, torch.float32) or max(len(x), x.shape[1]) > _MOST:
+    if x.dim() != 2 or not _readable(x, torch.float32) or len(x) > _MOST or not 1 <= x.shape[1] <= _MOST:
         raise ValueError("the input must be float32 rows on the CPU")
     for weight, bias in zip(weights, biases, strict=True):
         if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not 1 <= len(weight) <= _MOST:

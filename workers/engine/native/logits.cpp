@@ -84,7 +84,7 @@ private:
         const int64_t blocks = (call.vocabulary + BLOCK - 1) / BLOCK, n = blocks * BLOCK;
         int64_t used = 0;
         const auto take = [&](auto*& part, int64_t count) {
-            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at + used);
+            part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(reinterpret_cast<uintptr_t>(at) + used);
             used += (count * int64_t(sizeof *part) + 63) / 64 * 64;
         };
         Scratch s;

@@ -99,8 +99,10 @@ class LogitsKernel:
         return results
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int, threads: int | None = None) -> RowResults:
-        """Logprobs of given ``tokens`` [R]. Raises IndexError where one is not among the logits."""
+        """Logprobs of given ``tokens`` [R]. IndexError: one is not among the logits; ValueError: R differs."""
         given = np.ascontiguousarray(tokens.numpy(), np.int64)
+        if given.shape != logits.shape[:1]:
+            raise ValueError(f"{given.size} tokens cannot be scored by {len(logits)} rows of logits")
         _check(given, logits.shape[1])
         call, results = self._call(logits, top, threads)
         call.given = given.ctypes.data

@@ -23,7 +23,7 @@ struct Operation {
     int32_t wanted; // 1: its rows are those whose logits are wanted; 0: all rows of the step
     int32_t input, residual, output;
     int32_t width; // numbers in a row of the input
-    int32_t parts, gated, activation; // as in linear.h
+    int32_t parts, gated, activation; // as in linear_plan.h
     int32_t heads, kv_heads, head_dim, value_dim, value_width, window;
     int32_t group;  // whose page tables
     int32_t rotary; // which cosines and sines; -1: positions are not looked at

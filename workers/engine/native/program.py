@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from workers.engine.native.decoder import Decoder, DecoderLayer, Matrix, Norm
 
 
+VALUE_MULTIPLE = 16
+"""Of numbers in a value as pages hold it: the kernel reads whole registers."""
+
+
 class Buffer(IntEnum):
     """What is kept of each row while a step runs. The kept ones have the rows only whose logits are wanted."""
 
@@ -39,7 +43,7 @@ class Buffer(IntEnum):
 
 
 class BoundProgram:
-    """``widths`` are numbers in a row of each buffer; ``pages`` is how many every layer has."""
+    """``widths`` are numbers in a row of each buffer. Every layer has ``pages``, each of ``page_size`` tokens."""
 
     def __init__(
         self, decoder: Decoder, specs: Sequence[LayerSpec], caches: Sequence[LayerCache], groups: Sequence[int]
@@ -51,7 +55,9 @@ class BoundProgram:
         self._read: list[tuple[torch.Tensor, int]] = []  # what was read, and where it lay
         self._wanted = 0
         self.widths = _widths(decoder, specs)
-        self.pages = min(len(cache.keys) for cache in caches)
+        self.pages = min(len(pages) for cache in caches for pages in (cache.keys, cache.values))
+        self.page_size = caches[0].values.shape[2]
+        self._head_dim = specs[0].head_dim  # one width of cosines and sines serves all layers
         self.kinds: list[Kind] = []
         self._embed()
         for layer, spec, cache, group in zip(decoder.layers, specs, caches, groups, strict=True):
@@ -116,8 +122,9 @@ class BoundProgram:
             Buffer.VALUE: spec.num_kv_heads * spec.value_dim,
             Buffer.ATTENDED: spec.num_heads * spec.value_dim,
         }
-        if any(self.widths[buffer] != size for buffer, size in sizes.items()):
+        if spec.head_dim != self._head_dim or any(self.widths[buffer] != size for buffer, size in sizes.items()):
             raise ValueError("its layers have heads of different number or size")
+        _check_pages(cache, spec, self.page_size, self._dtype)
         turn = self._add(Kind.ROTATE, input=Buffer.QUERY, output=NONE)
         for index, (buffer, norm) in enumerate(
             ((Buffer.QUERY, layer.query_norm), (Buffer.KEY, layer.key_norm), (Buffer.VALUE, None))
@@ -158,9 +165,13 @@ class BoundProgram:
             weight, row = matrix.weight, matrix.weight.stride(0)
             if matrix.inputs != self.widths[source] or (target is not None and matrix.outputs != self.widths[target]):
                 raise ValueError(f"a weight [{matrix.outputs}, {matrix.inputs}] does not fit {source.name.lower()}")
+            if matrix.first + matrix.outputs > len(weight):
+                raise ValueError(f"a weight of {len(weight)} rows has no row {matrix.first + matrix.outputs - 1}")
             part.weight = self._address(weight) + matrix.first * row * weight.itemsize
             part.weight_row = row
             if matrix.bias is not None:
+                if matrix.bias.shape != weight.shape[:1]:
+                    raise ValueError(f"a bias of {matrix.bias.numel()} numbers does not fit {len(weight)} rows")
                 part.bias = self._address(matrix.bias) + matrix.first * matrix.bias.itemsize
             part.output, part.outputs = NONE if target is None else target, matrix.outputs
         return operation
@@ -188,6 +199,17 @@ class BoundProgram:
         address = tensor.data_ptr()
         self._read.append((tensor, address))
         return address
+
+
+def _check_pages(cache: LayerCache, spec: LayerSpec, page_size: int, dtype: torch.dtype) -> None:
+    """Raises ValueError if a layer's pages are not those that the attention kernel makes for such a layer."""
+    lanes, width = cache.keys.shape[-1], cache.values.shape[-1]
+    keys = (spec.num_kv_heads, page_size // lanes, spec.head_dim, lanes)
+    fits = cache.keys.shape[1:] == keys and cache.values.shape[1:] == (spec.num_kv_heads, page_size, width)
+    if not fits or page_size % lanes or width < spec.value_dim or width % VALUE_MULTIPLE:
+        raise ValueError(f"the pages of layer {spec.index} do not fit its heads")
+    if any(pages.dtype != dtype or not pages.is_contiguous() for pages in (cache.keys, cache.values)):
+        raise ValueError(f"the pages of layer {spec.index} are not in {dtype}, or not in one piece")
 
 
 def _widths(decoder: Decoder, specs: Sequence[LayerSpec]) -> list[int]:

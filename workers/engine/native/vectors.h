@@ -76,7 +76,7 @@ inline Power power(vec x) {
     series = series * r + 1.0f / 6;
     series = series * r + 0.5f;
     const vec square = r * r;
-    return {(vec)(((ints)shifted << 23) + (127 << 23)), series * square + r};
+    return {(vec)(((bits)shifted << 23) + (127u << 23)), series * square + r};
 }
 
 inline vec exp(vec x) { // for x <= 0; 0 where the result would be subnormal; NaN stays NaN
