@@ -17,6 +17,7 @@ import orjson
 
 from batchjobs.types import Request
 from workers.engine.admission import Admission
+from workers.engine.attention.interface import DEFAULT_PAGE_SIZE
 from workers.engine.pages import PagePool
 from workers.engine.requests import EngineRequest, PromptError
 from workers.engine.structured import COMPILED_FORMATS, GrammarCompiler
@@ -96,7 +97,7 @@ class TokenCount:
 
     Args:
         outline: The model.
-        page_size: Tokens in a page of the cache.
+        page_size: Tokens in a page of the cache; None takes what a CPU takes.
         num_blocks: Pages of the cache; None says that there are enough for any request.
         together: Sequences that run at the same time at most.
         chunk: Rows of one packed step at most.
@@ -106,11 +107,12 @@ class TokenCount:
         self,
         outline: ModelOutline,
         *,
-        page_size: int = 16,
+        page_size: int | None = None,
         num_blocks: int | None = None,
         together: int = 64,
         chunk: int = 2048,
     ) -> None:
+        page_size = page_size or DEFAULT_PAGE_SIZE
         self.outline = outline
         self.sizes = kv_sizes(outline, page_size, num_blocks)
         self.lengths = Lengths()

@@ -65,7 +65,8 @@ class Trace:
         """The engine in one line."""
         engine, config = self.engine, self.engine.config
         return (
-            f"{visible(short_name(engine.model_name))}, {engine.dtype}; a step has {config.max_batch_tokens:,} rows of "
+            f"{visible(short_name(engine.model_name))}, {engine.dtype}; "
+            f"a step has {engine.scheduler.max_batch_tokens:,} rows of "
             f"{plural(config.max_requests_per_batch, 'sequence')} at most, the cache {engine.pool.capacity:,} pages of "
             f"{plural(engine.pool.page_size, 'token')}"
         )

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models import FAMILIES, VOCAB_SIZE, load_reference, save_model
+from tests.support.models import FAMILIES, MORE_FAMILIES, VOCAB_SIZE, load_reference, save_model
 from workers.engine import Engine, EngineConfig, SamplingParams
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES | MORE_FAMILIES))
 def test_greedy_tokens_equal_the_solo_run(family: str, tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = save_model(family, tmp_path)

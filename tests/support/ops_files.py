@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 OPS = ROOT / "ops"
 UNITS = sorted((OPS / "systemd").glob("batchjobs-*"))
 KUBERNETES = OPS / "kubernetes"
-TEXTS = sorted(file for file in OPS.rglob("*") if file.is_file() and file.suffix != ".json")
+TEXTS = sorted(file for file in OPS.rglob("*") if file.is_file() and file.suffix not in (".json", ".pyc"))
 DOCUMENTS = sorted(OPS.rglob("*.md"))
 
 

@@ -41,6 +41,26 @@ class PackedBatch:
     scored_tokens: NDArray[np.int64]  # [P] the prompt token after each of these rows
     rows: list[PackedRows]  # [groups]
 
+    def part(self, first: int, end: int) -> PackedBatch:
+        """Rows ``first`` to ``end`` as a step of their own, to be run behind the rows before them."""
+        fed = _within(self.fed_rows, first, end)
+        sampled, scored = self.wanted_within(first, end)
+        return PackedBatch(
+            input_ids=self.input_ids[first:end],
+            positions=self.positions[first:end],
+            fed_rows=self.fed_rows[fed] - first,
+            fed_slots=self.fed_slots[fed],
+            sampled_rows=self.sampled_rows[sampled] - first,
+            sampled_slots=self.sampled_slots[sampled],
+            scored_rows=self.scored_rows[scored] - first,
+            scored_tokens=self.scored_tokens[scored],
+            rows=[_part_of(rows, first, end) for rows in self.rows],
+        )
+
+    def wanted_within(self, first: int, end: int) -> tuple[slice, slice]:
+        """Which of the sampled rows, and which of the scored ones, are rows ``first`` to ``end``."""
+        return _within(self.sampled_rows, first, end), _within(self.scored_rows, first, end)
+
 
 def pack(plan: Sequence[Scheduled], tables: PageTables, page_size: int) -> PackedBatch:
     counts = np.array([part.count for part in plan], np.int32)
@@ -80,3 +100,19 @@ def pack(plan: Sequence[Scheduled], tables: PageTables, page_size: int) -> Packe
 
 def _joined(numbers: Iterable[int]) -> NDArray[np.int64]:
     return np.fromiter(numbers, np.int64)
+
+
+def _within(rows: NDArray[np.int64], first: int, end: int) -> slice:
+    """Where ``rows``, which ascend, lie from ``first`` to ``end``."""
+    return slice(int(np.searchsorted(rows, first)), int(np.searchsorted(rows, end)))
+
+
+def _part_of(rows: PackedRows, first: int, end: int) -> PackedRows:
+    """A sequence whose rows begin before ``first`` has that much more in its pages by then."""
+    low = int(np.searchsorted(rows.starts, first, side="right")) - 1
+    high = int(np.searchsorted(rows.starts, end))
+    starts = (np.clip(rows.starts[low : high + 1], first, end) - first).astype(np.int32)
+    cached = rows.cached[low:high].copy()
+    cached[0] += first - int(rows.starts[low])
+    width = -(-int((cached + np.diff(starts)).max()) // rows.page_size)
+    return PackedRows(starts, cached, np.ascontiguousarray(rows.tables[low:high, :width]), rows.page_size)

@@ -11,33 +11,38 @@ import time
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchjobs.errors import UsageError
 from batchjobs.types import FinishReason, Inflight, Progress, SamplingParams
 from workers.engine.batch import pack
 from workers.engine.config import EngineConfig
 from workers.engine.generation import generate
 from workers.engine.inflight import Restart, live_choices
-from workers.engine.models import choose_device, load_model
+from workers.engine.models import LoadedModel, choose_device, load_model
 from workers.engine.observer import EngineObserver
+from workers.engine.parallel.leading import SPLIT, lead
 from workers.engine.parts import Parts, assemble
 from workers.engine.pipeline import Step
 from workers.engine.processors import threads_for
 from workers.engine.requests import EngineDelta, EngineOutput, EngineRequest, EngineStats, PromptError
-from workers.engine.runner import StepResult
+from workers.engine.results import StepResult
 from workers.engine.sampler import prepare
 from workers.engine.sequence import Sequence
 from workers.engine.staging import StagedModel, stage
 from workers.engine.update import UpdateReport, update
+
+if TYPE_CHECKING:
+    from workers.engine.parallel.group import Group
 
 
 class Engine:
     """One model on one device. Not thread-safe: :class:`EngineLoop` drives it from a thread of its own.
 
     Args:
-        model: A folder, a ``.gguf`` file or a hub id.
+        model: A folder, a ``.gguf`` file or a hub id; or a model in memory, whose device and dtype are its own.
         config: See :class:`EngineConfig`.
         revision: A branch, tag or commit of a hub model.
         observer: Told of what happens in each step; can be set later too.
@@ -48,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str,
+        model: str | LoadedModel,
         config: EngineConfig | None = None,
         *,
         revision: str | None = None,
@@ -58,10 +63,21 @@ class Engine:
         threads = self.config.threads or threads_for(torch.get_num_threads())
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
-        loaded = load_model(model, device=choose_device(self.config.device), dtype=self.config.dtype, revision=revision)
+        self._group: Group | None = None
+        if isinstance(model, LoadedModel):
+            loaded = model
+        elif self.config.tensor_parallel_size > 1:
+            self._group, loaded = lead(model, self.config, revision)
+        else:
+            device = choose_device(self.config.device)
+            loaded = load_model(model, device=device, dtype=self.config.dtype, revision=revision)
         self.device = str(loaded.model.device)
         prepare(self.device)
-        self._use(assemble(loaded, self.config))
+        try:
+            self._use(assemble(loaded, self.config, group=self._group))
+        except BaseException:
+            self._leave_group()
+            raise
         self.observer = observer or EngineObserver()
         self._in_flight: Step | None = None
         self._requests: dict[Hashable, list[Sequence]] = {}  # every choice of each request, until all have ended
@@ -236,6 +252,11 @@ class Engine:
     def close(self) -> None:
         """Wait for the device and let go of its thread. The engine is not used after that."""
         self._pipeline.close()
+        self._leave_group()
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -260,8 +281,11 @@ class Engine:
         """Load another model to the host, and check it. From any thread; the engine goes on meanwhile.
 
         Raises:
-            UsageError: It is missing, broken, or of a kind that no engine can run; the message says why.
+            UsageError: It is missing, broken, or of a kind that no engine can run; the message says why. Or this one is
+                split over several devices.
         """
+        if self._group is not None:
+            raise UsageError(SPLIT)
         return stage(source, self._parts.loaded, revision=revision)
 
     def update_model(
@@ -298,6 +322,8 @@ class Engine:
 
     def _launch(self) -> Step | None:
         started = time.monotonic()
+        # Less than before where memory ran out in a step.
+        self.scheduler.max_batch_tokens = min(self.scheduler.max_batch_tokens, self.runner.shortage.most_rows)
         plan = self.scheduler.schedule()
         if not plan:
             return None

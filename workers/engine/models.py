@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,9 @@ from batchjobs.models import short_name
 from workers.engine import gguf, versions
 from workers.engine.mapped_files import own_memory
 from workers.engine.weights import check_weights
+
+if TYPE_CHECKING:
+    from workers.engine.parallel.loading import Split
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +59,13 @@ class LoadedModel:
     details: dict[str, object] = field(default_factory=dict)
 
 
-def load_model(source: str, *, device: torch.device, dtype: str, revision: str | None = None) -> LoadedModel:
+def load_model(
+    source: str, *, device: torch.device, dtype: str, revision: str | None = None, split: Split | None = None
+) -> LoadedModel:
     """Load ``source`` for evaluation. Its weights lie in memory: what becomes of the files later changes nothing.
 
-    ``revision`` is a branch, tag or commit of a hub model.
+    ``revision`` is a branch, tag or commit of a hub model. With ``split`` it is one rank's part of the model, while the
+    other ranks load theirs; only the driver's knows its version.
 
     Raises:
         UsageError: There is no such model, it cannot be loaded, or the engine cannot run its architecture.
@@ -74,14 +80,17 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
                 where["revision"] = snapshot.name  # a branch that moves on meanwhile must not mix two commits
             files = versions.model_files(Path(source).expanduser() if snapshot is None else snapshot)
             state = versions.state_of(files)
-            digest = beside.submit(versions.weights_digest, files)  # on another core than the loading
-            model, report = AutoModelForCausalLM.from_pretrained(
-                **where,
-                dtype=chosen_dtype(dtype, device, config),
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                output_loading_info=True,
-            )
+            named = files if split is None or split.is_driver else ()
+            digest = beside.submit(versions.weights_digest, named)  # on another core than the loading
+            with nullcontext() if split is None else split.environment():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    **where,
+                    dtype=chosen_dtype(dtype, device, config),
+                    trust_remote_code=False,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
+                    output_loading_info=True,
+                    **({} if split is None else split.options()),
+                )
             tokenizer = load_tokenizer(where, source)
         except UsageError:
             raise
@@ -89,8 +98,11 @@ def load_model(source: str, *, device: torch.device, dtype: str, revision: str |
             raise UsageError(f"cannot load the model {source!r}: {first_sentence(error)}") from error
     check_weights(report, source)
     model.requires_grad_(False)
-    model.eval().to(device)
-    own_memory((*model.parameters(), *model.buffers()))
+    model.eval()
+    if split is None:
+        model.to(device)
+    weights_here = (*model.parameters(), *model.buffers())
+    own_memory(weights_here if split is None else map(split.held_here, weights_here))
     eos_ids = eos_ids_of(model.generation_config, config, tokenizer)
     weights, reading = digest.result(), versions.reading_digest(config, tokenizer, eos_ids)
     if versions.state_of(files) != state:  # else the name would be that of other weights

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from workers.engine.admission import Admission
 from workers.engine.offload import HostPool
 from workers.engine.pages import PagePool
+from workers.engine.parallel.leading import make_runner
 from workers.engine.pipeline import Pipeline
 from workers.engine.prompts import PromptEncoder
 from workers.engine.runner import Runner
@@ -18,7 +19,9 @@ from workers.engine.text import Vocabulary
 
 if TYPE_CHECKING:
     from workers.engine.config import EngineConfig
+    from workers.engine.device_path import DevicePath
     from workers.engine.models import LoadedModel
+    from workers.engine.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,27 +48,33 @@ class Parts:
     reading: Reading
 
 
-def assemble(loaded: LoadedModel, config: EngineConfig, *, seeds: random.Random | None = None) -> Parts:
-    """Takes memory for the pages. ``seeds`` goes on drawing seeds where another model's parts stopped.
+def assemble(
+    loaded: LoadedModel, config: EngineConfig, *, seeds: random.Random | None = None, group: Group | None = None
+) -> Parts:
+    """Takes memory for the pages.
+
+    ``seeds`` goes on drawing seeds where another model's parts stopped; ``group`` is that of a model that is split.
 
     Raises:
         UsageError: The engine cannot run this model, or there is no room for its pages.
     """
     max_model_len = min(config.max_model_len or loaded.max_model_len, loaded.max_model_len)
     vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-    runner = Runner(loaded, config, max_model_len)
+    runner = make_runner(loaded, config, max_model_len, group)
     pool = PagePool(
         runner.num_pages,
-        config.page_size,
+        runner.page_size,
         windows=[group.window for group in runner.groups],
         sharing=config.allow_block_sharing,
     )
+    rows = runner.shortage.most_rows
     scheduler = Scheduler(
         pool,
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=rows,
         max_requests_per_batch=config.max_requests_per_batch,
         policy=config.scheduler_type,
         host=HostPool(runner.host_pages),
+        safety_margin=config.safety_margin,
     )
     return Parts(
         loaded=loaded,
@@ -74,14 +83,14 @@ def assemble(loaded: LoadedModel, config: EngineConfig, *, seeds: random.Random 
         runner=runner,
         pool=pool,
         scheduler=scheduler,
-        pipeline=Pipeline(runner, depth=_depth(config, runner.device.type), vocab_size=vocab_size),
-        reading=read(loaded, config, pool, max_model_len, vocab_size, seeds=seeds or random.Random(config.seed)),
+        pipeline=Pipeline(runner, depth=_depth(config, runner.path), vocab_size=vocab_size),
+        reading=read(loaded, rows, pool, max_model_len, vocab_size, seeds=seeds or random.Random(config.seed)),
     )
 
 
 def read(
     loaded: LoadedModel,
-    config: EngineConfig,
+    max_chunk: int,
     pool: PagePool,
     max_model_len: int,
     vocab_size: int,
@@ -89,7 +98,8 @@ def read(
     seeds: random.Random,
     grammars: GrammarCompiler | None = None,
 ) -> Reading:
-    """``grammars`` are those of a model with the same vocabulary and end tokens: what was compiled stays so."""
+    """``max_chunk`` is the most rows that a sequence has in a step. ``grammars`` are those of a model with the same
+    vocabulary and end tokens: what was compiled stays so."""
     vocabulary = Vocabulary(loaded.tokenizer)
     grammars = grammars or GrammarCompiler(loaded.tokenizer, vocab_size, loaded.eos_ids)
     return Reading(
@@ -98,7 +108,7 @@ def read(
         grammars=grammars,
         admission=Admission(
             pool=pool,
-            max_chunk=config.max_batch_tokens,
+            max_chunk=max_chunk,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             eos_ids=loaded.eos_ids,
@@ -117,6 +127,6 @@ def carry_over(old: Parts, new: Parts) -> None:
     new.scheduler.preemptions, new.scheduler.offloads = old.scheduler.preemptions, old.scheduler.offloads
 
 
-def _depth(config: EngineConfig, device: str) -> int:
-    beside = config.use_async_batching
-    return 2 if (device == "cuda" if beside is None else beside) else 1
+def _depth(config: EngineConfig, path: DevicePath) -> int:
+    wanted = config.use_async_batching
+    return 2 if (path.works_beside if wanted is None else wanted) else 1

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from workers.engine.offload import PageCopy
-    from workers.engine.runner import Runner, StepResult
+    from workers.engine.results import Result, StepResult
+    from workers.engine.runner import Runner
     from workers.engine.scheduler import Scheduled
 
 
@@ -36,7 +37,7 @@ class Step:
     plan: list[Scheduled]
     batch: PackedBatch
     logits: Future[torch.Tensor]
-    result: Future[StepResult] | None = None
+    result: Future[Result] | None = None
 
     @property
     def sampling(self) -> list[Scheduled]:
@@ -50,7 +51,7 @@ class Pipeline:
         self.depth = depth
         self._runner = runner
         self._vocab_size = vocab_size
-        beside = depth > 1 and runner.device.type != "cuda"
+        beside = depth > 1 and not runner.path.works_beside
         self._device: DeviceExecutor = OneThread() if beside else Inline()
         self.launched = 0
 
@@ -71,7 +72,7 @@ class Pipeline:
     def collect(self, step: Step) -> StepResult:
         """Wait for a step whose sampling was started. Raises what the device's side raised."""
         assert step.result is not None
-        return step.result.result()
+        return step.result.result().wait()
 
     def warmup(self) -> None:
         self.run(self._runner.warmup)

@@ -7,11 +7,12 @@ each, and the kernel then stops them all for the rest of each period, in the mid
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from workers.engine.cgroups import cgroup_folders
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -29,24 +30,9 @@ def processor_quota() -> float | None:
 
 
 def _quotas() -> Iterator[float]:
-    with suppress(OSError):
-        for line in OWN_CGROUP.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield from _limits(CGROUPS, path, _unified)
-            elif "cpu" in controllers.split(","):
-                yield from _limits(CGROUPS / controllers, path, _legacy)
-                yield from _limits(CGROUPS / "cpu", path, _legacy)
-
-
-def _limits(root: Path, path: str, read: Callable[[Path], tuple[int, int]]) -> Iterator[float]:
-    """Of a group and of all above it. Within a container the path is often the host's, and only the root is there."""
-    group = root / path.strip("/")
-    for folder in (group, *group.parents):
-        if folder != root and root not in folder.parents:
-            return
+    for folder, is_unified in cgroup_folders("cpu"):
         with suppress(OSError, ValueError):
-            quota, period = read(folder)
+            quota, period = _unified(folder) if is_unified else _legacy(folder)
             if quota > 0 and period > 0:
                 yield quota / period
 

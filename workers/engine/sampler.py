@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from workers.engine import draws
+from workers.engine.draws import Parameters
 from workers.engine.native.logits import LogitsKernel, logits_kernel
 
 if TYPE_CHECKING:
     from workers.engine.sampling_rows import Cells, SamplingRows
     from workers.engine.sequence import TopIds
-
-SHORT_LIST = 256  # candidates looked at first: enough for nearly every top-k and top-p, far cheaper than a full sort
-BLOCK = 256  # tokens whose probabilities are summed first when a row draws from its whole distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 
 def sample_in_torch(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """As :func:`sample`, on any device."""
+    """As :func:`sample`, on any device. It waits for the device; :mod:`workers.engine.device_sampler` does not."""
     normalisers = torch.logsumexp(logits, dim=-1)  # [R]
     finite = normalisers.isfinite()
     tokens = logits.argmax(dim=-1)  # [R]
@@ -81,8 +80,7 @@ def most_likely(logits: torch.Tensor, normalisers: torch.Tensor, count: int) -> 
     """The ``count`` most likely tokens of each row with their logprobs, best first; None when none are wanted."""
     if not count:
         return None
-    values, ids = torch.topk(logits, min(count, logits.shape[1]))
-    logprobs = values - normalisers[:, None]
+    ids, logprobs = draws.most_likely(logits, normalisers, count)
     return [list(zip(i, p, strict=True)) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
 
@@ -97,19 +95,30 @@ def _choose(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor, allo
     if not rows.drawn:
         return
     drawn = torch.tensor(rows.drawn, device=device)
-    scaled = processed[drawn].double()
-    scaled = scaled - scaled.max(dim=-1, keepdim=True).values
-    scaled = (scaled / _column(rows.temperature, device)).clamp_(min=-1e30).nan_to_num_(nan=-1e30)
-    point = _column(rows.point, device)
-    top_k, top_p, min_p = (_column(values, device) for values in (rows.top_k, rows.top_p, rows.min_p))
-    keeps_all = ((top_k >= logits.shape[1]) & (top_p == 1.0) & (min_p == 0.0))[:, 0]
-    for some, draw in ((keeps_all, _draw_from_all), (~keeps_all, _draw_filtered)):
+    values = [rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.point]
+    parameters = torch.tensor(values, device=device, dtype=torch.float64)[:, :, None]
+    asked = Parameters(*parameters)
+    keeps_all = ((asked.top_k >= logits.shape[1]) & (asked.top_p == 1.0) & (asked.min_p == 0.0))[:, 0]
+    for some, draw in ((keeps_all, draws.draw_from_all), (~keeps_all, _draw_filtered)):
         if bool(some.any()):
-            tokens[drawn[some]] = draw(scaled[some], point[some], top_k[some], top_p[some], min_p[some])
+            tokens[drawn[some]] = draw(processed[drawn[some]], Parameters(*parameters[:, some]))
 
 
-def _column(values: list[float] | list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, device=device, dtype=torch.float64)[:, None]
+def _draw_filtered(logits: torch.Tensor, asked: Parameters) -> torch.Tensor:
+    """Draw among the candidates that top-k, top-p and min-p leave, best first.
+
+    A short list answers exactly where the rest of the vocabulary is cut anyway; the other rows are sorted whole.
+    """
+    vocabulary = logits.shape[1]
+    values, ids = draws.short_list(logits)
+    size = values.shape[1]
+    mass = draws.mass_of(logits, asked) if size < vocabulary else None
+    chosen, reaches_end = draws.draw_from_list(values, ids, asked, mass)
+    # With a top-k beyond the list, the mass that top-k leaves is not known from the list: such a row is sorted whole.
+    rest = ((asked.top_k > size) & ((asked.top_k < vocabulary) | reaches_end[:, None]))[:, 0]
+    if size < vocabulary and bool(rest.any()):
+        chosen[rest] = draws.draw_from_sorted(logits[rest], Parameters(*(values[rest] for values in asked)))
+    return chosen
 
 
 def _processed(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -136,74 +145,3 @@ def _cells(cells: Cells, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torc
     arrays = rows, np.concatenate(cells.tokens), np.concatenate(cells.values)
     at, tokens, values = (torch.from_numpy(array).to(logits.device) for array in arrays)
     return (at, tokens), values.to(logits.dtype)
-
-
-def _draw_from_all(
-    scaled: torch.Tensor, point: torch.Tensor, _top_k: torch.Tensor, _top_p: torch.Tensor, _min_p: torch.Tensor
-) -> torch.Tensor:
-    """Invert the cumulated probability in two levels: blocks, then the tokens of one block."""
-    rows, vocabulary = scaled.shape
-    weights = torch.nn.functional.pad(scaled.exp(), (0, -vocabulary % BLOCK)).view(rows, -1, BLOCK)
-    sums = weights.sum(dim=-1).cumsum(dim=-1)  # [D, blocks]
-    target = sums[:, -1:] * point
-    block = _first_over(sums, target)  # [D, 1]
-    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    within = weights[torch.arange(rows, device=scaled.device), block[:, 0]]  # [D, BLOCK]
-    return (block * BLOCK + _first_over(before + within.cumsum(dim=-1), target))[:, 0]
-
-
-def _draw_filtered(
-    scaled: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """Draw among the candidates that top-k, top-p and min-p leave, best first.
-
-    top-p counts the mass that top-k left, as vLLM and transformers do. A short list answers exactly where the rest of
-    the vocabulary is cut anyway; the other rows are sorted whole.
-    """
-    vocabulary = scaled.shape[1]
-    size = min(SHORT_LIST, vocabulary)
-    values, candidates = torch.topk(scaled, size)  # [D, size]
-    chosen, is_exact = _draw_among(scaled, values, candidates, point, top_k, top_p, min_p)
-    if size < vocabulary and not bool(is_exact.all()):
-        rest = ~is_exact
-        values, candidates = torch.sort(scaled[rest], descending=True, stable=True)
-        parameters = (t[rest] for t in (point, top_k, top_p, min_p))
-        chosen[rest] = _draw_among(scaled[rest], values, candidates, *parameters)[0]
-    return chosen
-
-
-def _draw_among(
-    scaled: torch.Tensor,
-    values: torch.Tensor,
-    candidates: torch.Tensor,
-    point: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A draw a row from sorted ``candidates`` [D, S], and whether no candidate beyond them could have been kept."""
-    rank = torch.arange(values.shape[1], device=values.device)
-    weights = torch.where(rank < top_k, values.exp(), 0.0)
-    limited = top_k <= values.shape[1]  # the list holds all that top-k leaves
-    total = torch.where(limited, weights.sum(dim=-1, keepdim=True), scaled.exp().sum(dim=-1, keepdim=True))
-    probabilities = weights / total
-    mass_before = probabilities.cumsum(dim=-1) - probabilities
-    keep = (mass_before < top_p) & (probabilities >= min_p * probabilities[:, :1]) & (rank < top_k)
-    keep[:, 0] = True
-    # With a top-k beyond the list, the mass that top-k leaves is not known from the list: such a row is sorted whole.
-    whole = values.shape[1] == scaled.shape[1]
-    unknown = (top_k > values.shape[1]) & (top_k < scaled.shape[1])
-    is_exact = (limited | ~(keep[:, -1:] | unknown))[:, 0] | whole
-    kept = torch.where(keep, probabilities, 0.0)
-    cumulated = kept.cumsum(dim=-1)
-    return candidates.gather(1, _first_over(cumulated, cumulated[:, -1:] * point))[:, 0], is_exact
-
-
-def _first_over(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """By row the first index whose cumulated value exceeds the target, [D, 1].
-
-    Rounding can carry the target to the very end: then the last index that adds anything is meant. Where nothing is
-    left to choose, the values are no numbers; any index does.
-    """
-    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous()).clamp_(max=cumulated.shape[1] - 1)
-    return torch.minimum(torch.searchsorted(cumulated, target.contiguous(), right=True), last)

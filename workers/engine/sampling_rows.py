@@ -70,6 +70,11 @@ class SamplingRows:
         """Rows whose logits are not the model's own when the token is chosen."""
         return sorted({*self.repeated.rows, *self.added.rows, *self.banned.rows, *self.masked})
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row takes its most likely token, and nobody asks for others."""
+        return not (self.drawn or self.top_logprobs or self.changed)
+
 
 def sampling_rows(sequences: Sequence[EngineSequence], vocab_size: int) -> SamplingRows:
     """The rows of a step's sampling sequences. One that has ended meanwhile gets a plain row, and nobody reads it."""

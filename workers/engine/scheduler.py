@@ -83,9 +83,11 @@ class Scheduler:
         max_requests_per_batch: int,
         policy: str = "fifo",
         host: HostPool | None = None,
+        safety_margin: float = 0.0,
     ) -> None:
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
+        self._margin = int(safety_margin * pool.capacity)  # pages that whoever begins leaves free, unless it is alone
         self.waiting = WaitingQueue(policy, pool.page_size)
         self.running: list[Sequence] = []
         self.standing: list[Sequence] = []
@@ -247,7 +249,7 @@ class Scheduler:
         spare: int | None = None  # pages that nobody is expected to need
         while (sequence := self._next()) is not None:
             if spare is None:
-                spare = self.pool.free - sum(self._expected_pages(s) for s in self.running)
+                spare = self.pool.free - self._margin - sum(self._expected_pages(s) for s in self.running)
             prefix = self.keeper.known_prefix(sequence)
             held = sum(self.pool.is_held(page) for pages in prefix.pages for page in pages if page)
             need = self._expected_pages(sequence) - held

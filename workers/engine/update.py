@@ -165,7 +165,7 @@ class Update:
         ends_differ = parts.loaded.eos_ids != new.eos_ids
         reading = read(
             replace(new, model=parts.loaded.model),
-            engine.config,
+            parts.runner.shortage.most_rows,
             parts.pool,
             parts.max_model_len,
             parts.vocab_size,

@@ -11,6 +11,7 @@ import torch
 
 from workers.engine.attention.compiler import KernelError, load_kernel
 from workers.engine.attention.cpu import CpuPagedAttention
+from workers.engine.attention.cuda import choose
 from workers.engine.attention.interface import AttentionBackend, LayerCache, LayerSpec, PackedRows
 from workers.engine.attention.torch_paged import TorchPagedAttention
 
@@ -24,11 +25,20 @@ _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("paged_attention.cpp")
 
 
-def choose_backend(device: torch.device | str, dtype: torch.dtype, specs: Sequence[LayerSpec]) -> AttentionBackend:
-    """The fastest backend that serves all these layers on this device; there is always one. Says once which and why."""
-    if torch.device(device).type != "cpu":
-        _say_once(logging.INFO, f"attention runs in plain torch on {torch.device(device).type}")
-        return TorchPagedAttention()
+def choose_backend(
+    device: torch.device | str, dtype: torch.dtype, specs: Sequence[LayerSpec], page_size: int | None = None
+) -> AttentionBackend:
+    """The fastest backend that serves all these layers on this device; there is always one. Says once which and why.
+
+    Args:
+        page_size: Tokens of a page if that is decided; None leaves it to the backend.
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        choice = choose(device, dtype, specs, page_size)
+        for level, note in choice.notes:
+            _say_once(level, note)
+        return choice.backend
     if not all(CpuPagedAttention.supports(spec, dtype) for spec in specs):
         _say_once(logging.INFO, f"attention runs in plain torch: the C++ kernel does not serve these layers in {dtype}")
         return TorchPagedAttention()

@@ -10,16 +10,18 @@ Kept true here:
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from workers.engine.attention.compiler import check_layouts
-from workers.engine.attention.interface import LayerCache, LayerSpec, PackedRows
+from workers.engine.attention.interface import DEFAULT_PAGE_SIZE, LayerCache, LayerSpec, PackedRows
 from workers.engine.attention.torch_paged import row_slots
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     _Int32s = NDArray[np.int32]
@@ -49,6 +51,7 @@ class CpuPagedAttention:
     """The C++ backend, for float32 and bfloat16."""
 
     name = "cpu"
+    page_size = DEFAULT_PAGE_SIZE
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind the functions of a loaded kernel; ValueError if it was built from a source with another `Call`."""
@@ -78,7 +81,11 @@ class CpuPagedAttention:
             values=torch.empty((*shape, page_size, width), dtype=dtype, device=device),
         )
 
-    def begin(self, rows: PackedRows) -> None:
+    def host_arrays(self, rows: PackedRows) -> list[NDArray[Any]]:
+        """None: the kernel reads the host's own."""
+        return []
+
+    def begin(self, rows: PackedRows, arrays: Sequence[torch.Tensor] = ()) -> None:
         """Check the step and work out where each row goes and which sequences come first."""
         starts, cached, tables = (np.ascontiguousarray(a, np.int32) for a in (rows.starts, rows.cached, rows.tables))
         _check_rows(starts, cached, tables, rows.page_size)

@@ -11,12 +11,16 @@ Kept true here:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+DEFAULT_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +87,11 @@ class LayerCache:
 class AttentionBackend(Protocol):
     """Attention over paged keys and values for one packed step at a time.
 
-    `begin` once a step, then `attend` once a layer, all from one thread.
+    `host_arrays` and `begin` once a step, then `attend` once a layer, all from one thread.
     """
 
     name: str
+    page_size: int  # tokens of a page where nobody asks for another size
 
     def allocate(
         self, spec: LayerSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
@@ -94,8 +99,12 @@ class AttentionBackend(Protocol):
         """Make a layer's pages; page 0 is the null page and counts among `num_pages`."""
         ...
 
-    def begin(self, rows: PackedRows) -> None:
-        """Precompute what the layers of this step share."""
+    def host_arrays(self, rows: PackedRows) -> list[NDArray[Any]]:
+        """What it needs on the device in this step: copied there with the step's other arrays, all in one."""
+        ...
+
+    def begin(self, rows: PackedRows, arrays: Sequence[torch.Tensor] = ()) -> None:
+        """Precompute what the layers of this step share. ``arrays`` are those of `host_arrays`, on the device."""
         ...
 
     def attend(

@@ -11,15 +11,17 @@ Kept true here:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.engine.attention.interface import LayerCache, LayerSpec, PackedRows
+from workers.engine.attention.interface import DEFAULT_PAGE_SIZE, LayerCache, LayerSpec, PackedRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     _Group = tuple[NDArray[np.int64], int, int]  # sequences, and the rows `first .. first + count` of each
@@ -42,6 +44,7 @@ class TorchPagedAttention:
     """The torch backend. Caches are [num_pages, page_size, Hkv, D]."""
 
     name = "torch"
+    page_size = DEFAULT_PAGE_SIZE
 
     def __init__(self) -> None:
         self._rows: PackedRows | None = None
@@ -58,7 +61,11 @@ class TorchPagedAttention:
             values=torch.zeros((*shape, spec.value_dim), dtype=dtype, device=device),
         )
 
-    def begin(self, rows: PackedRows) -> None:
+    def host_arrays(self, rows: PackedRows) -> list[NDArray[Any]]:
+        """None: what a window needs follows on first use."""
+        return []
+
+    def begin(self, rows: PackedRows, arrays: Sequence[torch.Tensor] = ()) -> None:
         """Remember the step; index tensors follow on first use, one set for each window among the layers."""
         self._rows = rows
         self._slots = None
