@@ -79,11 +79,11 @@ _SAMPLING = (
 )
 
 _ENGINE = (
-    click.option("--device", help="auto, cpu, cuda or cuda:N."),
+    click.option("--device", help="auto, cpu, cuda, cuda:N; cuda:all: one worker for each."),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of the weights."),
-    click.option("--page-size", type=int, help="Tokens in one page of the KV cache."),
+    click.option("--page-size", type=int, help="Tokens in one page of the KV cache; default: 16, with flash-attn 256."),
     click.option("--num-blocks", type=int, help="Pages of the KV cache; default: what fits."),
-    click.option("--max-batch-tokens", type=int, help="Tokens in one step at most."),
+    click.option("--max-batch-tokens", type=int, help="Tokens in one step at most; default: 2048, on a GPU what fits."),
     click.option("--max-requests-per-batch", type=int, help="Requests that decode at the same time at most."),
     click.option(
         "--scheduler-type",
@@ -91,6 +91,7 @@ _ENGINE = (
         help="Which prompts come first; prefix: those that begin alike together. Default: fifo.",
     ),
     click.option("--max-memory-percent", type=float, help="Share of the free memory for the KV cache, over 0 to 1."),
+    click.option("--safety-margin", type=float, help="Share of the pages that new sequences leave free, 0 to 1."),
     click.option("--cpu-offload-space", type=float, help="GiB of CPU memory for sequences that give way; 0 for none."),
     click.option(
         "--async-batching/--no-async-batching",
@@ -99,10 +100,17 @@ _ENGINE = (
         help="Plan a step while the one before it runs; default: on a GPU.",
     ),
     click.option(
+        "--cuda-graph/--no-cuda-graph",
+        "use_cuda_graph",
+        default=None,
+        help="CUDA graphs for decode steps; default: on a GPU where the attention allows it.",
+    ),
+    click.option(
         "--native-forward/--no-native-forward",
         default=None,
         help="Run known models in C++ on a CPU; default: where that is faster.",
     ),
+    click.option("--tensor-parallel-size", type=int, help="Devices that share one model; default: 1."),
 )
 
 _OUTPUT = (

@@ -184,7 +184,7 @@ class _DryRun:
             page_size=settings.page_size,
             num_blocks=settings.num_blocks,
             together=settings.max_requests_per_batch,
-            chunk=settings.max_batch_tokens,
+            chunk=settings.max_batch_tokens or 2048,
         )
 
     def _source(self) -> str:

@@ -13,10 +13,13 @@ from batchjobs.cli.console import say
 from batchjobs.cli.options import engine_options, model, open_client, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from batchjobs.settings import Settings
     from workers.engine import Engine, EngineConfig
+
+
+ALL_DEVICES = "cuda:all"
 
 
 @click.command("worker")
@@ -33,12 +36,16 @@ if TYPE_CHECKING:
 def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent: int | None, **flags: Any) -> int:
     """Load a model and answer what is queued, until SIGTERM or Ctrl-C.
 
-    Stopping gives unfinished work back to the queue. Engine options that are not given come from the settings.
+    Stopping gives unfinished work back to the queue. Engine options that are not given come from the settings. With
+    --device cuda:all one worker for each GPU is started and watched; their metrics ports follow each other.
     """
     settings = settings_of(ctx, **flags)
     settings = settings_of(ctx, **{**flags, "model": chosen_model(settings.model)})
     with open_client(ctx, **flags) as client:  # loading takes long: what cannot be reached is said before
         _ = client.store, client.queue
+    orphaned = None if parent is None else lambda: os.getppid() != parent
+    if settings.device == ALL_DEVICES:
+        return _fleet(settings, burst, name, orphaned)
     try:
         with _uncollected():
             from workers.daemon import run_worker
@@ -52,7 +59,6 @@ def worker_command(ctx: click.Context, /, burst: bool, name: str | None, parent:
         raise click.ClickException(
             f"the worker needs the Python package {error.name}; install it with `pip install 'batchjobs[worker]'`"
         ) from None
-    orphaned = None if parent is None else lambda: os.getppid() != parent
     with served_metrics(loop, settings.metrics_host, settings.metrics_port) as observers:
         return run_worker(settings, loop, burst=burst, name=name, until=orphaned, observers=observers)
 
@@ -69,10 +75,21 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _fleet(settings: Settings, burst: bool, name: str | None, until: Callable[[], bool] | None) -> int:
+    from workers.fleet import run_fleet
+    from workers.logs import log_to_stderr
+
+    log_to_stderr(settings.log_format, worker=name, settings=settings)
+    return run_fleet(settings, burst=burst, name=name, until=until)
+
+
 def _engine(settings: Settings) -> Engine:
     from workers.engine import Engine
 
-    return Engine(settings.model or "", engine_config(settings), revision=settings.revision)
+    engine = Engine(settings.model or "", engine_config(settings), revision=settings.revision)
+    if engine.device.startswith("cuda"):  # kernels are loaded and steps recorded before work is claimed
+        engine.warmup()
+    return engine
 
 
 def engine_config(settings: Settings, **changes: Any) -> EngineConfig:

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one model over several devices of this machine, driven by one process."""
