@@ -2,6 +2,7 @@
 # make test   install what the tests need and run them against a real Redis, PostgreSQL and SQLite
 # make cases  the tests of the known faults (docs/known-faults.md), and a table: id, verdict, tests
 # make test-gpu   the tests that need a CUDA device
+# make gpu-check  is this tree right and fast on this GPU: compares, measures, writes gpu-check.json (docs/gpu.md)
 # make fuzz   a million mutated input lines, then 3,000 random cases of the engine against a solo reference
 #             (SECONDS=600: of each as many as that time allows)
 # make chaos  minutes of faults: workers, Redis and databases are killed, then every row is audited (CHAOS_SECONDS=600)
@@ -27,7 +28,7 @@ CHAOS_TINY_REQUESTS ?= 1000
 CHAOS_TINY_FAULTS ?= 25
 CHAOS_TINY := $(CHAOS) --seconds $(CHAOS_TINY_SECONDS) --requests $(CHAOS_TINY_REQUESTS) --faults $(CHAOS_TINY_FAULTS)
 
-.PHONY: run test cases test-gpu fuzz chaos lint bench clean
+.PHONY: run test cases test-gpu gpu-check fuzz chaos lint bench clean
 .DEFAULT_GOAL := run
 
 $(BIN)/python:
@@ -61,6 +62,9 @@ cases: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu
+
+gpu-check: $(VENV)/.worker
+	$(BIN)/python ops/gpu_check.py --output gpu-check.json
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz.lines $(if $(SECONDS),--seconds $(SECONDS))
