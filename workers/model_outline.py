@@ -127,7 +127,8 @@ def kv_sizes(outline: ModelOutline, page_size: int, num_blocks: int | None) -> K
 
 
 def _device(name: str) -> torch.device:
-    """A device that is named may be the workers' alone."""
+    """A device that is named may be the workers' alone. ``cuda:all`` is one of them for each."""
+    name = name.removesuffix(":all")
     with suppress(RuntimeError):
         return choose_device(name) if name == "auto" else torch.device(name)
     return choose_device(name)  # which says what is wrong with it

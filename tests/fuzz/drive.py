@@ -6,6 +6,7 @@ import itertools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from tests.fuzz.checks import Terms, Verdict, judge, judge_deltas, refusal
 from tests.fuzz.engine_cases import STRANGER, Case, CaseRequest, Event
 from tests.fuzz.models import FuzzModel, Models
 from tests.fuzz.reference import Solo, SplicedSolo
+from tests.support.rehearsal import rehearsed_path
 from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest, StagedModel, UpdateRefused
 from workers.engine.attention.torch_paged import TorchPagedAttention
 from workers.engine.observer import EngineObserver
@@ -58,6 +60,7 @@ class Watch(EngineObserver):
         if len({id(part.sequence) for part in plan}) < len(plan) or any(part.count < 1 for part in plan):
             raise Broken(f"step {step} has a sequence twice or an empty part")
         self._counts["steps"] += 1
+        self._counts["steps of a device"] += self._case.rehearsed
         self._counts["rows"] += rows
         self._counts["chunks"] += sum(part.first + part.count < part.sequence.prompt_len for part in plan)
         self._counts["drawn"] += sum(part.samples for part in plan)
@@ -118,7 +121,8 @@ def build_engine(case: Case, model: FuzzModel) -> Engine:
         probe.close()
         largest = max(_pages(case, index, probe.pool, probe.max_model_len) for index in range(len(case.requests)))
         chosen = choose_attention(case.compiled)
-        with patch("workers.engine.runner.choose_backend", chosen) if chosen else patch.dict({}):
+        rehearsed = patch("workers.engine.runner.path_of", rehearsed_path) if case.rehearsed else nullcontext()
+        with patch("workers.engine.runner.choose_backend", chosen) if chosen else nullcontext(), rehearsed:
             return Engine(
                 case.family,
                 EngineConfig(

@@ -43,6 +43,7 @@ FEATURES = (
     "sharing",
     "suspensions",
     "updates",
+    "device",
 )
 
 
@@ -72,6 +73,7 @@ class Case:
     ``spare_pages`` come beside those that the largest request needs alone; negative: it does not fit. An ``optimistic``
     scheduler expects short answers, so it admits too many and some have to give way. ``runs`` is 2 where everything
     happens again on the same engine, with a warm prefix cache. ``compiled`` asks for the C++ attention.
+    ``rehearsed``: it runs the way of a GPU, with results that arrive late (`tests/support/rehearsal.py`).
     """
 
     seed: int
@@ -86,6 +88,7 @@ class Case:
     runs: int
     requests: tuple[CaseRequest, ...]
     events: tuple[Event, ...]
+    rehearsed: bool
 
     @property
     def is_updated(self) -> bool:
@@ -116,6 +119,7 @@ def draw_case(seed: int, features: Sequence[str] = FEATURES) -> Case:
         runs=rng.choice((1, 1, 2)),
         requests=tuple(requests),
         events=_draw_events(rng, features, requests),
+        rehearsed="device" in features and rng.random() < 0.4,
     )
 
 

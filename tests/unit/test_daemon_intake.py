@@ -346,7 +346,7 @@ def test_refused_shards_are_dropped_faster_and_faster(parts: Parts) -> None:  # 
 
 def test_a_surplus_that_came_along_is_given_back_in_order(parts: Parts) -> None:
     parts.rq.queued = [shard(n) for n in range(40)]
-    parts.intake._probe = 32
+    parts.intake._claims._probe = 32
     assert parts.intake._pass() == 0.0
     assert parts.rq.started == [shard(n) for n in range(4)]
     assert parts.store.released == [shard(n) for n in range(4, 32)]
@@ -545,7 +545,7 @@ class TestAlone:
 
     def look(self, parts: Parts) -> None:
         parts.loop.waiting = 0
-        parts.intake._empty_until = 0.0
+        parts.intake._claims._empty_until = 0.0
         parts.settle()
 
 
@@ -555,13 +555,13 @@ def test_what_it_holds_is_not_claimed_a_second_time(parts: Parts) -> None:
     parts.settle()
     (lease,) = parts.holdings.leases
     parts.rq.queued = [shard(0), shard(1)]
-    parts.intake._empty_until = 0.0
+    parts.intake._claims._empty_until = 0.0
     parts.settle()
     assert [each.shard for each in parts.holdings.leases] == [shard(0), shard(1)]
     assert parts.holdings.has(lease)
     assert parts.rq.dropped == [shard(0)]
     parts.rq.is_away, parts.store.ready = True, [shard(0), shard(1), shard(2)]
-    parts.intake._empty_until = 0.0
+    parts.intake._claims._empty_until = 0.0
     parts.intake._pass()
     assert parts.rq.adopted == [shard(2)]
 
@@ -570,7 +570,7 @@ class TestReleaseFails:
     """The database goes away between a claim and the release of what is not wanted."""
 
     def test_of_a_surplus(self, parts: Parts) -> None:
-        parts.intake._probe = 4
+        parts.intake._claims._probe = 4
         parts.loop.waiting = parts.loop.running = 0
         parts.rq.queued = [shard(n) for n in range(4)]
         parts.intake._ahead = 8  # one shard is wanted

@@ -28,6 +28,7 @@ MET = (
     "scores",
     "suspended",
     "updated answers",
+    "steps of a device",
 )
 """What every block has to have met, so that it cannot pass by doing nothing hard."""
 

@@ -1,4 +1,4 @@
-"""A container's share of the processors decides how many threads a forward pass gets."""
+"""A container's share of the processors decides how many threads a forward pass gets, its limit how much memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine import processors
+from workers.engine import cgroups as cgroup_files
+from workers.engine.cgroups import memory_left, memory_limit
 from workers.engine.processors import processor_quota, threads_for
 
 
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(processors, "CGROUPS", tmp_path)
-    monkeypatch.setattr(processors, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(cgroup_files, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroup_files, "OWN_CGROUP", tmp_path / "own")
     return tmp_path
 
 
@@ -64,3 +65,26 @@ def test_threads_follow_the_quota(cgroups: Path, quota: str, threads: int) -> No
 
 def test_without_a_quota_torch_chooses(cgroups: Path) -> None:
     assert threads_for(8, {}) == 8
+
+
+def test_the_memory_that_the_tightest_group_has_left(cgroups: Path) -> None:
+    write(cgroups / "own", "0::/pods/one\n")
+    write(cgroups / "pods" / "one" / "memory.max", "max\n")
+    write(cgroups / "pods" / "one" / "memory.current", "500\n")
+    assert (memory_limit(), memory_left()) == (None, None)
+    write(cgroups / "pods" / "memory.max", "1000\n")
+    write(cgroups / "pods" / "memory.current", "700\n")
+    assert (memory_limit(), memory_left()) == (1000, 300)
+    write(cgroups / "pods" / "memory.stat", "anon 400\ninactive_file 250\nactive_file 50\n")
+    assert (memory_limit(), memory_left()) == (1000, 550), "the kernel gives file pages up"
+    write(cgroups / "memory.max", "2000\n")
+    write(cgroups / "memory.current", "2100\n")
+    assert (memory_limit(), memory_left()) == (1000, 0)
+
+
+def test_memory_in_groups_of_the_first_version(cgroups: Path) -> None:
+    write(cgroups / "own", "5:memory:/job\n0::/\n")
+    write(cgroups / "memory" / "job" / "memory.limit_in_bytes", "4096\n")
+    write(cgroups / "memory" / "job" / "memory.usage_in_bytes", "3000\n")
+    write(cgroups / "memory" / "job" / "memory.stat", "inactive_file 7\ntotal_inactive_file 1000\n")
+    assert (memory_limit(), memory_left()) == (4096, 2096)

@@ -15,8 +15,9 @@ import torch
 from batchjobs.types import SamplingParams
 from tests.support.cases import case
 from workers.engine import EngineRequest, sampler
+from workers.engine.draws import BLOCK, SHORT_LIST
 from workers.engine.native.logits import logits_kernel
-from workers.engine.sampler import BLOCK, SHORT_LIST, sample, score
+from workers.engine.sampler import sample, score
 from workers.engine.sampling_rows import sampling_rows, uniform
 from workers.engine.sequence import Sequence
 

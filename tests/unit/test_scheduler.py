@@ -16,7 +16,7 @@ from workers.engine.scheduler import Scheduled, Scheduler
 from workers.engine.sequence import Sequence
 
 
-def make(num_pages: int = 100, *, page_size: int = 4, host: int = 0, share: float = 0.0, **limits: int) -> Scheduler:
+def make(num_pages: int = 100, *, page_size: int = 4, host: int = 0, share: float = 0.0, **limits: float) -> Scheduler:
     chosen = {"max_batch_tokens": 16, "max_requests_per_batch": 4} | limits
     scheduler = Scheduler(PagePool(num_pages, page_size, sharing=False), host=HostPool(host), **chosen)  # type: ignore
     scheduler.expected_answer_share = share
@@ -54,6 +54,17 @@ def test_decode_rows_come_before_chunks_of_prompts() -> None:
     assert planned(plan) == [("a", 10, 1, True), ("b", 6, 15, False)]
     collect(scheduler, plan)
     assert planned(scheduler.schedule()) == [("a", 11, 1, True), ("b", 21, 9, True)]
+
+
+def test_a_margin_of_pages_stays_free_for_those_that_run() -> None:
+    names = []
+    for margin in (0.0, 0.25, 1.0):
+        scheduler = make(21, safety_margin=margin)  # 20 pages of four tokens; each prompt and a token take four
+        for name in "abcd":
+            add(scheduler, name, 12)
+        scheduler.schedule()
+        names.append("".join(str(sequence.request.request_id) for sequence in scheduler.running))
+    assert names == ["abcd", "abc", "a"], "one alone always runs"
 
 
 def test_a_step_can_be_planned_before_the_tokens_of_the_last_are_known() -> None:

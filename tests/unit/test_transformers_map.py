@@ -16,7 +16,7 @@ import transformers
 from batchjobs.errors import InvalidParameter, UsageError
 from batchjobs.types import FinishReason
 from workers.engine import Engine, EngineConfig, EngineOutput, EngineRequest, SamplingParams
-from workers.engine.runner import Runner
+from workers.engine.memory import HostMemory
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parents[1] / "docs" / "transformers.md"
@@ -29,6 +29,8 @@ HOMES = {
     "workers.engine.cache": ["KVCache", "LayerGroup"],
     "workers.engine.config": ["EngineConfig"],
     "workers.engine.engine": ["Engine"],
+    "workers.engine.graph_maker": ["CudaGraphMaker"],
+    "workers.engine.graphs": ["DecodeGraphs"],
     "workers.engine.loop": ["EngineFull", "EngineLoop", "EngineStopped"],
     "workers.engine.offload": ["HostCache", "HostPool"],
     "workers.engine.page_tables": ["PageTables"],
@@ -39,6 +41,7 @@ HOMES = {
     "workers.engine.sampling_rows": ["SamplingRows"],
     "workers.engine.scheduler": ["Scheduled", "Scheduler"],
     "workers.engine.sequence": ["Sequence"],
+    "workers.engine.streams": ["Streams"],
 }
 FAILURE_ONLY = {"EngineLoop.failure"}  # set when the loop is made, not on the class
 
@@ -111,11 +114,17 @@ SHOWN_BY = {
     "ContinuousBatchingConfig.page_size": ["test_page_size_changes_the_pages_and_no_answer"],
     "ContinuousBatchingConfig.num_blocks": ["test_num_blocks_is_the_number_of_pages"],
     "ContinuousBatchingConfig.max_memory_percent": ["test_max_memory_percent_is_the_share_that_pages_take"],
-    "ContinuousBatchingConfig.max_batch_tokens": ["test_max_batch_tokens_cuts_a_prompt_into_steps"],
+    "ContinuousBatchingConfig.max_batch_tokens": [
+        "test_max_batch_tokens_cuts_a_prompt_into_steps",
+        "test_memory.py::test_rows_are_halved_until_a_step_fits_and_leaves_most_of_the_memory",
+    ],
     "ContinuousBatchingConfig.max_requests_per_batch": ["test_max_requests_per_batch_limits_who_runs"],
     "ContinuousBatchingConfig.allow_block_sharing": ["test_allow_block_sharing_finds_the_prompt_again"],
     "ContinuousBatchingConfig.use_async_batching": ["test_use_async_batching_launches_a_step_ahead"],
     "ContinuousBatchingConfig.scheduler_type": ["test_scheduler_type_decides_who_starts_first"],
+    "ContinuousBatchingConfig.safety_margin": [
+        "test_scheduler.py::test_a_margin_of_pages_stays_free_for_those_that_run"
+    ],
     "ContinuousBatchingConfig.return_logprobs": [
         "test_engine_equality.py::test_greedy_tokens_and_logprobs_equal_the_solo_run",
         "test_engine.py::test_top_logprobs_hold_the_best_tokens_of_the_model_itself",
@@ -137,6 +146,10 @@ SHOWN_BY = {
         "test_sampler.py::test_rows_of_a_step_obey_their_own_settings_only",
     ],
     "ContinuousBatchingConfig.drop_unsupported_processors": ["test_a_parameter_that_cannot_be_used_is_refused"],
+    "ContinuousBatchingConfig.use_cuda_graph": [
+        "test_graphs.py::test_recorded_steps_give_the_tokens_of_generate",
+        "test_graphs.py::test_graphs_are_made_where_they_are_wanted_and_can_be",
+    ],
     "RequestState": ["test_requests_and_outputs_are_frozen"],
     "RequestState.request_id": ["test_an_output_tells_everything"],
     "RequestState.max_new_tokens": [
@@ -213,10 +226,14 @@ SHOWN_BY = {
     "ContinuousBatchingIOs": ["test_engine_equality.py::test_greedy_tokens_and_logprobs_equal_the_solo_run"],
     "ContinuousBatchingAsyncIOs": ["test_pipeline.py::test_depth_one_and_two_give_the_same"],
     "HostDeviceIOPair": ["test_pipeline.py::test_the_next_step_runs_before_the_tokens_of_the_last_are_known"],
+    "CudaGraphBuffer": ["test_graphs.py::test_recorded_steps_give_the_tokens_of_generate"],
+    "create_device_stream": ["test_device_path.py::test_answers_are_those_of_generate"],
     "infer_max_single_request_tokens": ["test_engine.py::test_a_request_that_can_never_fit_the_cache_fails_at_once"],
     "check_cb_values_bounds": ["test_a_setting_out_of_range_is_refused_with_its_name"],
     "resolve_max_memory_percent": ["test_max_memory_percent_is_the_share_that_pages_take"],
     "decide_use_async_batching": ["test_use_async_batching_launches_a_step_ahead"],
+    "decide_use_cuda_graphs": ["test_graphs.py::test_graphs_are_made_where_they_are_wanted_and_can_be"],
+    "DistributedHelper": ["test_tensor_parallel.py::test_two_parts_give_the_whole_models_answers"],
 }
 
 
@@ -380,7 +397,14 @@ def test_an_engine_can_be_stepped_by_hand(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("page_size", 0), ("num_blocks", 1), ("max_memory_percent", 1.5), ("max_queue_size", -1), ("scheduler_type", "x")],
+    [
+        ("page_size", 0),
+        ("num_blocks", 1),
+        ("max_memory_percent", 1.5),
+        ("safety_margin", -0.1),
+        ("max_queue_size", -1),
+        ("scheduler_type", "x"),
+    ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_name(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=name):
@@ -411,7 +435,7 @@ def test_num_blocks_is_the_number_of_pages(llama: Path) -> None:
 
 
 def test_max_memory_percent_is_the_share_that_pages_take(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "_free_bytes", lambda self: 2**20)
+    monkeypatch.setattr(HostMemory, "free_bytes", lambda self: 2**20)
     pages = {}
     for share in (0.25, 0.5, None):
         pages[share] = make(llama, num_blocks=None, max_memory_percent=share, page_size=16).runner.num_pages
