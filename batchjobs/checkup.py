@@ -146,6 +146,8 @@ def _model(settings: Settings) -> tuple[Verdict, str]:
 
 
 def _compiler(settings: Settings) -> tuple[Verdict, str]:
+    if os.environ.get("BATCHJOBS_NO_COMPILE", "0") not in ("", "0"):
+        return "warn", "BATCHJOBS_NO_COMPILE is set; workers on a CPU use slower kernels"
     names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:

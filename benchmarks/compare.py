@@ -10,6 +10,7 @@ Start-up is reported apart. A peer whose environment is missing is skipped with 
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 4
 @click.option("--docs", type=click.Path(path_type=Path), help="Markdown whose marked section becomes the table.")
 def main(workload_name: str, num_requests: int | None, output: Path | None, docs: Path | None, **options: Any) -> None:
     """Compare, print a table of ratios, and write what was asked for."""
+    try:
+        _compare(workload_name, num_requests, output, docs, options)
+    except BatchjobsError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _compare(
+    workload_name: str, num_requests: int | None, output: Path | None, docs: Path | None, options: dict[str, Any]
+) -> None:
+    section = f"{workload_name} {options['dtype']}"
+    _check_targets(output, docs, section)
     options["threads"] = options["threads"] or usable_cores()
     work = [(list(item.prompt_ids), item.output_tokens) for item in workload(workload_name, num_requests)]
     model = folder_of(options["model"])
@@ -80,12 +92,22 @@ def main(workload_name: str, num_requests: int | None, output: Path | None, docs
             "machine": described(),
             "systems": [summary(peer, runs, NAMES) for peer in peers],
         }
+    table = markdown(found)
+    click.echo(table)
     if output is not None:
         output.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
-    table = markdown(found)
     if docs is not None:
-        put_between_markers(docs, f"{workload_name} {options['dtype']}", table)
-    click.echo(table)
+        put_between_markers(docs, section, table)
+
+
+def _check_targets(output: Path | None, docs: Path | None, section: str) -> None:
+    """Raises BatchjobsError where the results could not be written, before anything is measured."""
+    if output is not None and not output.parent.is_dir():
+        raise BatchjobsError(f"{output} cannot be written: there is no folder {output.parent}")
+    if docs is not None and (not docs.is_file() or f"<!-- compare: {section} -->" not in docs.read_text()):
+        raise BatchjobsError(
+            f"{docs} has no place for this table: add the lines <!-- compare: {section} --> and <!-- /compare -->"
+        )
 
 
 def folder_of(model: str | None) -> str:
@@ -119,11 +141,15 @@ def _start(peers: list[PeerProcess], options: dict[str, Any]) -> None:
     for name, (python, script, more) in wanted.items():
         if options["only"] and name not in options["only"] and name != "batchjobs":
             continue
-        if python is None or not Path(python).is_file():
-            click.echo(f"{NAMES[name]} is skipped: its environment was not named, or is not there", err=True)
+        found = shutil.which(python) if python else None
+        if found is None:
+            missing = _missing(name, options)
+            if name == "batchjobs":
+                raise BatchjobsError(f"this engine cannot start, so there is nothing to compare with: {missing}")
+            click.echo(f"{NAMES[name]} is skipped: {missing}", err=True)
             continue
         click.echo(f"starting {NAMES[name]} ...", err=True)
-        peer = PeerProcess(name, python, PEERS / script, {**options, **more})
+        peer = PeerProcess(name, found, PEERS / script, {**options, **more})
         if peer.error is not None and name == "batchjobs":
             raise BatchjobsError(f"this engine did not start, so there is nothing to compare with: {peer.error}")
         if peer.error is not None:
@@ -131,6 +157,12 @@ def _start(peers: list[PeerProcess], options: dict[str, Any]) -> None:
             continue
         click.echo(f"{NAMES[name]} is ready after {peer.start_seconds:.1f} s", err=True)
         peers.append(peer)
+
+
+def _missing(name: str, options: dict[str, Any]) -> str:
+    if name.startswith("openvino") and options["openvino_python"] and not options["openvino_model"]:
+        return "the model in its format was not named (--openvino-model)"
+    return "its environment was not named, or has no Python there that can be run"
 
 
 def _warm_up(peers: list[PeerProcess], work: list[tuple[list[int], int]]) -> None:

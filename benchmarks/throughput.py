@@ -288,8 +288,8 @@ def shown(figures: Figures) -> str:
 
 
 @click.command()
-@click.option("--requests", default=100_000, show_default=True)
-@click.option("--workers", default=2, show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=100_000, show_default=True)
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--database", type=click.Choice(["sqlite", "postgresql"]), default="sqlite", show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def main(requests: int, workers: int, database: str, as_json: bool) -> None:

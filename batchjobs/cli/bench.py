@@ -13,6 +13,8 @@ from batchjobs.cli.worker import chosen_model
 if TYPE_CHECKING:
     from batchjobs.types import Request
 
+NAMED = ("mixed-64", "prefix", "long-tail", "random-1024-128")
+
 
 @click.command("bench")
 @click.option(
@@ -31,7 +33,11 @@ if TYPE_CHECKING:
 )
 @click.option("--device", default="cpu", help="cpu (default), cuda, cuda:N or auto.")
 @click.option(
-    "--baseline", "baselines", multiple=True, help="Measure this beside it: transformers or static; may be repeated."
+    "--baseline",
+    "baselines",
+    multiple=True,
+    type=click.Choice(["transformers", "static"]),
+    help="Measure this beside it: transformers or static; may be repeated.",
 )
 @click.option("--end-to-end", is_flag=True, help="Measure submit, queue, worker and SQL rows beside the engine alone.")
 @click.option(
@@ -97,7 +103,9 @@ def bench_command(
 
 
 def _requests_of(workload: str) -> list[Request] | None:
-    """The requests of a file; None for a name."""
+    """The requests of a file; None for a name, which goes before a file of that name: ``./prefix`` is the file."""
+    if workload in NAMED:
+        return None
     from batchjobs.cli.trace import read_requests
     from batchjobs.sampling_fields import NO_DEFAULTS
 

@@ -23,6 +23,7 @@ from workers.bench.bound import Machine, Need, need
 from workers.bench.delivery import measured_settings
 from workers.bench.latency import latencies
 from workers.bench.percentiles import percentile, spread_ms
+from workers.bench.rounds import check_fit
 from workers.bench.system import Run, WithoutSharing
 from workers.engine.config import EngineConfig
 from workers.engine.static import generate_in_static_batches
@@ -298,3 +299,11 @@ def test_a_machine_is_measured_in_its_fastest_kind(monkeypatch: pytest.MonkeyPat
     assert bound.measure_machine(torch.device("cpu"), torch.bfloat16).flops > 1e6
     monkeypatch.setattr(bound, "_matrix_peak", lambda device, dtype: {torch.float32: 7.0, torch.bfloat16: 3.0}[dtype])
     assert bound.measure_machine(torch.device("cpu"), torch.bfloat16).flops == 7.0
+
+
+def test_a_workload_that_the_model_cannot_take_is_refused_before_it_runs(llama: Path) -> None:
+    with pytest.raises(UsageError, match=r"token ids up to \d+, and this model knows 97 tokens"):
+        bench(model=str(llama), workload="mixed-64", num_requests=1)
+    small = SimpleNamespace(vocab_size=30_000, max_model_len=1_100)
+    with pytest.raises(UsageError, match=r"a request of 1152 tokens, .* context is 1100"):
+        check_fit(small, random_1024_128(1))  # type: ignore[arg-type]

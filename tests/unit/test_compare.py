@@ -138,11 +138,26 @@ def test_nobody_is_left_standing_when_a_comparison_is_told_to_end(script: Path) 
     assert not peer.log.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--output", "/nowhere/o.json"), "there is no folder /nowhere"),
+        (("--docs", "README.md"), "README.md has no place for this table"),
+        (("--python", "no-such-python"), "there is nothing to compare with"),
+    ],
+)
+def test_what_cannot_end_well_is_said_before_anything_runs(
+    options: tuple[str, str], said: str, fake_peers: dict[str, Any]
+) -> None:
+    done = run("--num-requests", 1, "--rounds", 1, *options)
+    assert (done.exit_code, said in done.output, "round 1" in done.output) == (1, True, False)
+
+
 def test_a_peer_that_does_less_fails_the_comparison(fake_peers: dict[str, Any]) -> None:
     fake_peers["less"] = 1
     done = run("--num-requests", 2, "--rounds", 1)
     assert done.exit_code == 1
-    assert "static batches of 16 did not make the asked number of tokens" in str(done.exception)
+    assert "static batches of 16 did not make the asked number of tokens" in done.output
 
 
 def test_ratios_are_those_of_each_round() -> None:

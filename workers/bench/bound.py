@@ -45,6 +45,8 @@ class Need:
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """The best of a few short turns each."""
     kinds = {torch.float32, dtype}
+    if device.type == "cpu":
+        kinds.discard(torch.float16)  # whose products are so slow there that measuring them takes minutes
     return Machine(max(_matrix_peak(device, kind) for kind in kinds), _bandwidth(device))
 
 

@@ -29,6 +29,7 @@ from workers.workloads import Work
 if TYPE_CHECKING:
     from batchjobs.settings import Settings
     from batchjobs.types import Request
+    from workers.engine.engine import Engine
 
 
 def bench(
@@ -79,6 +80,7 @@ def bench(
         ours = OurEngine(source, config, respects_eos=respects_eos)
         work = work_of(ours.engine, requests[:num_requests]) if known is None and requests is not None else known
         assert work is not None
+        check_fit(ours.engine, work)
         systems: list[System] = [ours]
         if workload == "prefix":
             systems.append(WithoutSharing(ours))
@@ -86,7 +88,7 @@ def bench(
             plain = (settings or load_settings()).model_copy(update={"model": source})
             systems.append(EndToEnd(ours, stack.enter_context(measured_settings(plain, private=settings is None))))
         beside = ours.engine.dtype, max_requests_per_batch, ours.engine.device
-        systems += [BASELINES[name](source, *beside) for name in baselines]
+        systems += [BASELINES[name](source, *beside) for name in dict.fromkeys(baselines)]
         rounds_run = _Rounds(ours, systems, work)
         rounds_run.run(rounds)
     measured = Measured(
@@ -116,6 +118,22 @@ def _check(baselines: Sequence[str], respects_eos: bool) -> None:
         raise UsageError("answers that end by themselves differ in length; leave --respect-eos or --baseline out")
 
 
+def check_fit(engine: Engine, work: Sequence[Work]) -> None:
+    """Raises UsageError where the model cannot take the workload."""
+    highest = max(max(item.prompt_ids) for item in work)
+    if highest >= engine.vocab_size:
+        raise UsageError(
+            f"the workload has token ids up to {highest}, and this model knows {engine.vocab_size} tokens: measure it "
+            "with a file of its own (--workload FILE)"
+        )
+    longest = max(len(item.prompt_ids) + item.output_tokens for item in work)
+    if longest > engine.max_model_len:
+        raise UsageError(
+            f"the workload has a request of {longest} tokens, prompt and answer, and this model's context is "
+            f"{engine.max_model_len}: choose a shorter workload or a file of your own"
+        )
+
+
 class _Rounds:
     """``seconds`` of every turn and ``tokens`` of a turn, by system. ``done`` is the work with the lengths that the
     answers of our last turn had."""
@@ -129,6 +147,7 @@ class _Rounds:
         self._parts: list[dict[str, float]] = []  # of the turns end to end
 
     def run(self, rounds: int) -> None:
+        print(f"the model is loaded after {self._ours.load_seconds:.1f} s; warming up", file=sys.stderr, flush=True)
         for system in self._systems:
             warm_up(system, self._work)
         for number in range(1, rounds + 1):
