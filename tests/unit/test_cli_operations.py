@@ -6,7 +6,7 @@ import json
 import sys
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -174,6 +174,15 @@ def test_doctor_finds_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------------------------------------- worker, bench
 
 
+class _Made(NamedTuple):
+    """What an engine was asked to be."""
+
+    model: str
+    config: Any
+    revision: str | None
+    device: str = "cpu"
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """What the commands hand to the modules that load torch."""
@@ -188,7 +197,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     bench.bench = lambda **options: made.append(options)  # type: ignore[attr-defined]
     engine = ModuleType("workers.engine")
     engine.EngineConfig = EngineConfig  # type: ignore[attr-defined]
-    engine.Engine = lambda model, config, revision: (model, config, revision)  # type: ignore[attr-defined]
+    engine.Engine = _Made  # type: ignore[attr-defined]
     engine.EngineLoop = lambda engine: engine  # type: ignore[attr-defined]
     metrics = ModuleType("workers.metrics")
 
@@ -215,7 +224,12 @@ def test_worker_hands_settings_and_engine_on(command_line: CommandLine, calls: l
     log, call = calls
     assert log == {"log": "json", "worker": "w"}
     model = str(tmp_path / "m.gguf")
-    assert call["loop"] == (model, EngineConfig(device="cpu", num_blocks=9), "r1")  # and the engine's own defaults
+    assert call["loop"] == (
+        model,
+        EngineConfig(device="cpu", num_blocks=9),
+        "r1",
+        "cpu",
+    )  # and the engine's own defaults
     assert call["observers"] == ("metrics of", call["loop"], "::1", 9411)
     assert (call["settings"].model, call["burst"], call["name"], call["until"]) == (model, True, "w", None)
 

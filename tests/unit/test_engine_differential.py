@@ -15,7 +15,7 @@ from tests.fuzz.run import run_cases
 from tests.support.models import FAMILIES, solo_greedy
 from workers.engine import SamplingParams
 
-BLOCKS = 6  # of 50 cases each
+BLOCKS = 4  # of 50 cases each
 MET = (
     "chunks",
     "preemptions",

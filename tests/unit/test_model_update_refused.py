@@ -31,7 +31,7 @@ from tests.support.updates import (
     run,
     step_until,
 )
-from workers.engine import Engine, EngineOutput, UpdateRefused
+from workers.engine import Engine, EngineOutput, UpdateRefused, runner
 from workers.engine.cache import KVCache
 from workers.engine.comparison import weights
 from workers.engine.runner import Runner
@@ -293,9 +293,9 @@ class TestReload:
         before, staged = bits(engine), engine.stage(str(other_family))
         engine.generate([PROMPT], greedy(3))
         if how == "no memory":
-            self._fail_once(monkeypatch, "__init__", 1)
+            self._fail_once(monkeypatch, Runner, "__init__", 1)
         else:
-            self._fail_once(monkeypatch, "smoke", 2)
+            self._fail_once(monkeypatch, Runner, "smoke", 2)
         with pytest.raises(UpdateRefused, match="the device is full; the old model is back"):
             engine.update_model(staged, inflight="restart")
         assert are_same(bits(engine), before)
@@ -326,7 +326,7 @@ class TestReload:
         if how == "other logits":
             monkeypatch.setattr("workers.engine.update.smoke_fault", lambda *_: "the smoke prompt gave other logits")
         else:
-            self._fail_once(monkeypatch, *(("_bind", 1) if how == "half made" else ("smoke", 2)))
+            self._fail_once(monkeypatch, *((runner, "host_cache", 1) if how == "half made" else (Runner, "smoke", 2)))
         gc.collect()
         gc.disable()
         try:
@@ -338,8 +338,8 @@ class TestReload:
         assert engine.generate([PROMPT], greedy(8))[0].token_ids == fresh(old, PROMPT, 8).token_ids
         engine.close()
 
-    def _fail_once(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
-        original, calls = getattr(Runner, name), []
+    def _fail_once(self, monkeypatch: pytest.MonkeyPatch, where: object, name: str, at: int) -> None:
+        original, calls = getattr(where, name), []
 
         def broken(*args: object) -> object:
             calls.append(name)
@@ -347,7 +347,7 @@ class TestReload:
                 raise MemoryError("the device is full")
             return original(*args)
 
-        monkeypatch.setattr(Runner, name, broken)
+        monkeypatch.setattr(where, name, broken)
 
     def test_a_model_that_no_engine_can_run_is_refused_when_it_is_staged(self, old: Path, tmp_path: Path) -> None:
         folder = save_model("llama", tmp_path / "m", seed=0)

@@ -48,7 +48,7 @@ _PLACES = (
 
 def find_functions(device: torch.device) -> Iterator[Found]:
     """Those for a device, package by package. Each is imported only when it is its turn, and none without CUDA."""
-    if device.type == "cuda" and torch.version.hip is None:
+    if device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None:
         yield from search(torch.cuda.get_device_capability(device))
 
 
